@@ -1,0 +1,279 @@
+"""The typed form of a run's configuration.
+
+Hydra composes YAML into one nested mapping; `Config` is that mapping decoded once, frozen, with
+unknown keys refused. Everything below reads these objects and nothing reads the YAML again.
+Checks that involve a single field or a single group live here; checks across groups (heads
+against tensor parallel size, batch against data parallel size, files that must exist) live in
+`megads.config.validate`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class Group(BaseModel):
+    """Base of every configuration group: immutable, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RopeScaling(Group):
+    """Scaling of the rotary frequencies for contexts longer than the pretraining one."""
+
+    kind: Literal["linear", "llama3"]
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_seq_length: Positive = 8192
+
+
+class ModelConfig(Group):
+    """Family choices and sizes of a decoder-only transformer.
+
+    Sizes given as None are derived when the object is made: `num_kv_heads` = heads, `head_dim` =
+    hidden / heads, `ffn_hidden_size` = 4 x hidden. After construction none of them is None.
+    """
+
+    name: str = "custom"
+    num_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    num_kv_heads: Positive = None  # type: ignore[assignment]
+    head_dim: Positive = None  # type: ignore[assignment]
+    ffn_hidden_size: Positive = None  # type: ignore[assignment]
+    vocab_size: Positive
+    vocab_multiple: Positive = 128
+    """Each tensor-parallel rank's share of the vocabulary is padded to a multiple of this."""
+    max_seq_length: Positive = 2048
+
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = "gelu_tanh"
+    position: Literal["learned", "rope", "alibi", "none"] = "learned"
+    rope_theta: PositiveFloat = 10000.0
+    rope_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of each head's dimensions that is rotated (NeoX and Pythia rotate a quarter)."""
+    rope_scaling: RopeScaling | None = None
+    attention_window: Positive | None = None
+    """Sliding window: a token attends to this many tokens, itself included. None: all before it."""
+    qkv_bias: bool = True
+    attn_out_bias: bool = True
+    mlp_bias: bool = True
+    parallel_residual: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before the rotation (Qwen3)."""
+    embedding_norm: bool = False
+    """LayerNorm right after the word embedding (BLOOM)."""
+    tie_embeddings: bool = True
+
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+    init_std: PositiveFloat = 0.02
+    init_scale_output: bool = True
+    """Divide the std of attention and MLP output projections by sqrt(2 x num_layers) (GPT-2)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_sizes(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
+        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            if data.get("num_kv_heads") is None:
+                data["num_kv_heads"] = heads
+            if data.get("head_dim") is None:
+                if hidden % heads:
+                    raise ValueError(
+                        f"hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
+                        f" change one of them or set head_dim"
+                    )
+                data["head_dim"] = hidden // heads
+            if data.get("ffn_hidden_size") is None:
+                data["ffn_hidden_size"] = 4 * hidden
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        if self.position == "rope" and self.rotary_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} x rope_fraction={self.rope_fraction} rotates "
+                f"{self.rotary_dim} dimensions; it must be an even number"
+            )
+        return self
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions per head."""
+        return int(self.head_dim * self.rope_fraction)
+
+
+class ParallelConfig(Group):
+    """Sizes of the parallel axes and what is sharded over them."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive | None = None
+    """Data parallel size; None takes what the world size leaves: world / (tp x pp)."""
+    chunks: Positive = 1
+    """Model chunks (virtual stages) per pipeline stage; above 1 the schedule is interleaved."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    sequence_parallel: bool = False
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
+    """auto: 1f1b, or interleaved when chunks > 1."""
+    split: tuple[NonNegative, ...] | None = None
+    """Layers of each virtual stage in model order; None balances them by estimated cost."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    bucket_mb: PositiveFloat = 32.0
+    """Size of a gradient bucket in MiB: the unit of data-parallel communication."""
+
+
+class TrainConfig(Group):
+    steps: NonNegative = 100
+    seed: NonNegative = 1234
+    seq_length: Positive = 1024
+    micro_batch_size: Positive = 1
+    global_batch_size: Positive = 8
+    batch_rampup: tuple[Positive, Positive, Positive] | None = None
+    """(start, increment, samples): begin with global batch `start`, grow by `increment` in equal
+    shares of `samples` until `global_batch_size` is reached."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    nonfinite: Literal["skip", "stop"] = "stop"
+    """What a non-finite loss or gradient norm does. fp16 overflows are always skipped."""
+
+
+class EvalConfig(Group):
+    every: NonNegative = 0
+    """Evaluate every this many steps and after the last one; 0 never."""
+    steps: Positive = 10
+    """Global batches per evaluation."""
+
+
+class OptimConfig(Group):
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: NonNegativeFloat = 3e-4
+    min_lr: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.1
+    decay_embeddings: bool = True
+    """Weight decay applies to matrices and, with this, embeddings; never to biases and norms."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    momentum: Fraction = 0.0
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    units: Literal["steps", "samples"] = "steps"
+    """What warmup, decay and total are counted in."""
+    warmup: NonNegative = 0
+    total: Positive | None = None
+    """Where the schedule reaches min_lr; None: the end of the run."""
+    decay: NonNegative = 0
+    """Length of the final decay of the wsd schedule."""
+
+
+class PrecisionConfig(Group):
+    """Number formats. Gradients are always accumulated and reduced in fp32."""
+
+    name: Literal["fp32", "bf16", "fp16"] = "fp32"
+    initial_loss_scale: PositiveFloat = 65536.0
+    loss_scale_window: Positive = 1000
+    """Steps without overflow after which the fp16 loss scale doubles."""
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class KernelsConfig(Group):
+    """Backend of each op of the block; `auto` takes the fastest that can run here."""
+
+    name: str = "auto"
+    norm: str = "auto"
+    activation: str = "auto"
+    rotary: str = "auto"
+    attention: str = "auto"
+    residual: str = "auto"
+    cross_entropy: str = "auto"
+    optimizer: str = "auto"
+
+
+class DataConfig(Group):
+    paths: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx pairs, or .txt/.jsonl files, which are tokenized into run.dir first."""
+    weights: tuple[NonNegativeFloat, ...] | None = None
+    """Share of each path in the blend; None: by size."""
+    valid_fraction: Fraction = 0.02
+    """Last share of each source's documents or tokens, kept for evaluation."""
+    valid_paths: tuple[str, ...] = ()
+    tokenizer: str = "byte"
+    """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json."""
+    append_eod: bool = True
+
+
+class CheckpointConfig(Group):
+    every: NonNegative = 0
+    """Save every this many steps and after the last one; 0 only after the last one."""
+    keep: int = -1
+    """How many of the newest checkpoints stay; -1 all."""
+    load: str | None = None
+    """Checkpoint to start from when run.dir holds none of its own."""
+    load_what: Literal["all", "weights"] = "all"
+    save_last: bool = True
+    """Save after the last step."""
+
+
+class LoggingConfig(Group):
+    every: Positive = 1
+    """Steps between lines of metrics.jsonl and of the console."""
+    wandb: bool = False
+    project: str = "megads"
+    peak_tflops: PositiveFloat | None = None
+    """Peak of one device in TFLOP/s, for MFU; None looks the device up."""
+
+
+class LaunchConfig(Group):
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    timeout_s: PositiveFloat = 600.0
+    """A collective that waits longer than this ends the job."""
+    tune_allocator: bool = True
+    """On CPU, let glibc keep large buffers; variables that are already set are left alone."""
+    threads: Positive | None = None
+    """CPU threads per worker; None: cores / workers."""
+
+
+class RunConfig(Group):
+    dir: str = "runs/${model.name}"
+    """Where everything of a run goes."""
+
+
+class Config(Group):
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    eval: EvalConfig
+    optim: OptimConfig
+    precision: PrecisionConfig
+    kernels: KernelsConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    launch: LaunchConfig

@@ -1,0 +1,52 @@
+"""The exceptions megads raises on purpose, each with the exit status its command ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MegadsError(Exception):
+    """Base of every error whose message is written for the user; no traceback is needed."""
+
+    exit_status = 1
+
+
+class ConfigError(MegadsError):
+    """The configuration cannot be run. Holds every problem found, not only the first.
+
+    Each problem names the dotted config path, the values that disagree, and the fix.
+    """
+
+    exit_status = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
+        super().__init__("\n".join(self.problems))
+
+
+class LayoutError(ConfigError):
+    """The parallel layout does not fit the model, the batch or the machines."""
+
+
+class DataError(ConfigError):
+    """A data file is missing, damaged, or too small for what was asked of it."""
+
+
+class CheckpointError(MegadsError):
+    """A checkpoint is missing, incomplete or does not match the model."""
+
+
+class KernelUnavailable(MegadsError):
+    """A kernel backend was asked for that cannot run here; the message says why."""
+
+    exit_status = 2
+
+
+class NonFiniteError(MegadsError):
+    """The loss or the gradient norm is not finite and the configuration says to stop."""
+
+
+class WorkerFailure(MegadsError):
+    """A worker process failed; the message carries the first failing rank's traceback."""

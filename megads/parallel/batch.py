@@ -1,0 +1,22 @@
+"""What one microbatch brings to the stages that read tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class MicroBatch:
+    """Tokens and targets of one microbatch on one data-parallel rank.
+
+    `tokens`, `labels`: int64 `[batch, seq]`. `loss_mask`: float32 `[batch, seq]` or None when
+    every position counts. `index` identifies the microbatch within the global step (dp rank and
+    position), and seeds dropout.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None = None
+    index: int = 0

@@ -1,0 +1,198 @@
+"""The layout made real: process groups along every axis, created once, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megads.parallel.layout import AxisName, Coords, ParallelLayout
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one axis of the mesh.
+
+    `ranks` are the global ranks of the group in axis order; `group` is None when the axis has
+    size 1, and no collective is ever issued then.
+    """
+
+    name: str
+    size: int = 1
+    index: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """One direction of the link to an adjacent pipeline stage, with its own communicator."""
+
+    peer: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class PipelineLinks:
+    """Links of one stage, on the ring of stages (interleaving wraps around).
+
+    Activations flow from a stage to the next, gradients back; each direction of each pair has its
+    own communicator, so that a send and a receive between two stages never wait for each other.
+    """
+
+    activation_in: Neighbour | None = None
+    activation_out: Neighbour | None = None
+    gradient_in: Neighbour | None = None
+    gradient_out: Neighbour | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Everything about where this rank is and whom it talks to.
+
+    `kv`: tensor-parallel peers holding copies of the same KV heads (size 1 unless there are fewer
+    KV heads than tp ranks). `tied`: the first and last pipeline stage at this (dp, tp) position,
+    on those stages and with pp > 1. `model`: all ranks of this data-parallel replica.
+    `world`: all ranks of the layout.
+    """
+
+    layout: ParallelLayout
+    coords: Coords
+    tp: Axis
+    pp: Axis
+    dp: Axis
+    kv: Axis
+    tied: Axis
+    model: Axis
+    world: Axis
+    links: PipelineLinks
+    device: torch.device
+    _all_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Mesh:
+        """The mesh of one process; needs no process group."""
+        layout, one = ParallelLayout(), Axis
+        return cls(
+            layout,
+            layout.coords(0),
+            one("tp"),
+            one("pp"),
+            one("dp"),
+            one("kv"),
+            one("tied"),
+            one("model"),
+            one("world"),
+            PipelineLinks(),
+            torch.device(device),
+        )
+
+    @classmethod
+    def build(
+        cls,
+        layout: ParallelLayout,
+        rank: int,
+        *,
+        num_kv_heads: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Mesh:
+        """Create all groups of `layout` on an initialized process group.
+
+        Collective over the default group, whose first `layout.world_size` ranks form the mesh;
+        ranks outside the mesh must not call it.
+        """
+        if layout.world_size == 1:
+            return cls.single(device)
+        coords = layout.coords(rank)
+        made: list[dist.ProcessGroup] = []
+
+        def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
+            mine, group = _new_groups(groups, rank)
+            if group is not None:
+                made.append(group)
+            return Axis(name, len(mine), mine.index(rank), mine, group)
+
+        def along(name: AxisName) -> Axis:
+            return axis(name, layout.groups(name))
+
+        tp, pp, dp = along("tp"), along("pp"), along("dp")
+        kv = axis("kv", layout.kv_groups(num_kv_heads or layout.tp))
+        tied = axis("tied", _tied_groups(layout))
+        model = axis("model", layout.groups("tp", "pp"))
+        world = axis("world", [tuple(range(layout.world_size))])
+        links = _pipeline_links(layout, rank, made)
+        return cls(
+            layout,
+            coords,
+            tp,
+            pp,
+            dp,
+            kv,
+            tied,
+            model,
+            world,
+            links,
+            torch.device(device),
+            tuple(made),
+        )
+
+    def destroy(self) -> None:
+        """Destroy the groups made by `build`, the default group excepted."""
+        for group in self._all_groups:
+            dist.destroy_process_group(group)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.index == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.index == self.pp.size - 1
+
+
+def _new_groups(
+    groups: list[tuple[int, ...]], rank: int
+) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+    """Create every group with more than one member, in one order on all ranks; return mine.
+
+    A rank in none of the groups is on its own.
+    """
+    mine: tuple[int, ...] = (rank,)
+    mine_group = None
+    for ranks in groups:
+        if rank in ranks:
+            mine = ranks
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                mine_group = group
+    return mine, mine_group
+
+
+def _tied_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:
+    if layout.pp == 1:
+        return []
+    return [(stages[0], stages[-1]) for stages in layout.groups("pp")]
+
+
+def _pipeline_links(
+    layout: ParallelLayout, rank: int, made: list[dist.ProcessGroup]
+) -> PipelineLinks:
+    """Two groups per adjacent pair of the ring of stages: one for activations, one for gradients."""
+    if layout.pp == 1:
+        return PipelineLinks()
+    ends: dict[str, Neighbour] = {}
+    for stages in layout.groups("pp"):
+        for stage, here in enumerate(stages):
+            after = stages[(stage + 1) % len(stages)]
+            for kind, source, target in (("activation", here, after), ("gradient", after, here)):
+                group = dist.new_group([here, after])
+                if rank not in (here, after):
+                    continue
+                made.append(group)
+                if rank == source:
+                    ends[f"{kind}_out"] = Neighbour(target, group)
+                else:
+                    ends[f"{kind}_in"] = Neighbour(source, group)
+    return PipelineLinks(**ends)
