@@ -1,0 +1,17 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed import Workers
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    """`workers(n)`: a pool of n processes in one gloo group; see `tests.distributed`."""
+    pools = Workers()
+    yield pools
+    pools.close()

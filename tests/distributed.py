@@ -1,0 +1,265 @@
+"""Persistent pools of worker processes, so that a test of a collective costs milliseconds.
+
+A pool of `n` processes is started once per world size, joins one gloo process group, and then runs
+one module-level function after another on all ranks. Every call has a hard time limit: a hang is a
+failing result that shows where each rank was, and the pool is thrown away afterwards, as after any
+failure, because ranks that stopped halfway through a collective cannot be trusted again.
+
+    def sums(rank, world_size, value):
+        mesh = mesh_for(ParallelLayout(tp=world_size), rank)
+        return all_reduce(torch.tensor(value * rank), mesh.tp).item()
+
+    def test_sum(workers):
+        assert workers(4).run(sums, 10) == [60, 60, 60, 60]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from socket import socketpair
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megads.parallel.layout import ParallelLayout
+    from megads.parallel.mesh import Mesh
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 120.0
+GRACE_S = 3.0
+"""How long the other ranks get to finish once one has failed."""
+
+
+class RemoteFailure(AssertionError):
+    """Some ranks raised, died or hung; the message holds every rank's traceback or stack."""
+
+
+@functools.cache
+def mesh_for(layout: ParallelLayout, rank: int, num_kv_heads: int | None = None) -> Mesh:
+    """The mesh of `layout` in this worker, made once; its groups are never destroyed.
+
+    Collective over the ranks of the layout, which must be all of the pool's.
+    """
+    from megads.parallel.mesh import Mesh
+
+    return Mesh.build(layout, rank, num_kv_heads=num_kv_heads)
+
+
+class WorkerPool:
+    """`world_size` processes that share a gloo process group; made by the `workers` fixture."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._dir = Path(tempfile.mkdtemp(prefix="megads-test-pool-"))
+        self._links: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(world_size):
+            self._start(rank)
+        self._collect("starting the pool", START_TIMEOUT_S)
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(p.poll() is None for p in self._processes)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call `fn(rank, world_size, *args)` on every rank; its results in rank order.
+
+        Raises RemoteFailure when a rank raises or dies, or when `timeout` seconds pass.
+        """
+        request = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, pickle.dumps(args)))
+        for link in self._links:
+            link.send_bytes(request)
+        return self._collect(f"{fn.__module__}.{fn.__qualname__}", timeout)
+
+    def close(self) -> None:
+        """End the processes; idle ones leave by themselves, others are killed."""
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2.0)
+        self._kill()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socketpair()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        if Path("/sys/class/net/lo").exists():
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        arguments = [str(theirs.fileno()), str(rank), str(self.world_size), str(self._dir)]
+        with self._log(rank).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+            )
+        theirs.close()
+        self._links.append(Connection(ours.detach()))
+        self._processes.append(process)
+
+    def _collect(self, what: str, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        waiting = {link: rank for rank, link in enumerate(self._links)}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for link in wait(list(waiting), left):
+                rank = waiting.pop(link)  # type: ignore[arg-type]
+                try:
+                    ok, value = pickle.loads(link.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    ok, value = False, f"the process died with status {self._status(rank)}"
+                (results if ok else failures)[rank] = value
+                if not ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if not failures and not waiting:
+            return [results[rank] for rank in range(self.world_size)]
+        raise RemoteFailure(self._report(what, timeout, failures, sorted(waiting.values())))
+
+    def _report(self, what: str, timeout: float, failures: dict[int, str], hung: list[int]) -> str:
+        """Describe a failed call, then throw the pool away."""
+        for rank in hung:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[rank].send_signal(signal.SIGUSR2)
+        if hung:
+            time.sleep(0.5)
+        parts = [f"{what} failed on {len(failures)} of {self.world_size} ranks"]
+        if hung and not failures:
+            parts = [f"{what} did not finish within {timeout:g} s on ranks {hung}"]
+        parts += [f"--- rank {rank} raised\n{failures[rank]}" for rank in sorted(failures)]
+        for rank in hung:
+            stack = self._stack(rank).read_text(errors="replace")
+            parts.append(f"--- rank {rank} was still in\n{stack}")
+        for rank in sorted({*failures, *hung}):
+            output = self._log(rank).read_text(errors="replace")[-2000:]
+            if output.strip():
+                parts.append(f"--- output of rank {rank}\n{output}")
+        self._kill()
+        return "\n".join(parts)
+
+    def _status(self, rank: int) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(timeout=2.0)
+        return self._processes[rank].returncode
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for link in self._links:
+            link.close()
+        self._links, self._processes = [], []
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _log(self, rank: int) -> Path:
+        return self._dir / f"output-{rank}"
+
+    def _stack(self, rank: int) -> Path:
+        return self._dir / f"stack-{rank}"
+
+
+class Workers:
+    """Hands out one pool per world size and keeps the number of processes bounded."""
+
+    def __init__(self, max_processes: int = 16) -> None:
+        self.max_processes = max_processes
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __call__(self, world_size: int) -> WorkerPool:
+        pool = self._pools.pop(world_size, None)
+        if pool is not None and not pool.alive:
+            pool.close()
+            pool = None
+        if pool is None:
+            while self._pools and sum(self._pools) + world_size > self.max_processes:
+                self._pools.pop(next(iter(self._pools))).close()
+            pool = WorkerPool(world_size)
+        self._pools[world_size] = pool
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+def _resolve(module: str, qualname: str) -> Callable[..., Any]:
+    import importlib
+
+    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[return-value]
+
+
+def _worker(fd: int, rank: int, world_size: int, directory: Path) -> None:
+    stack = (directory / f"stack-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = Connection(fd)
+
+    def answer(work: Callable[[], Any]) -> None:
+        try:
+            reply = pickle.dumps((True, work()))
+        except BaseException:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        link.send_bytes(reply)
+
+    answer(lambda: _join(rank, world_size, directory))
+    while True:
+        try:
+            path, module, qualname, args = pickle.loads(link.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        sys.path[:] = path
+        answer(lambda: _call(_resolve(module, qualname), rank, world_size, args))  # noqa: B023
+
+
+def _join(rank: int, world_size: int, directory: Path) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=300),
+    )
+
+
+def _call(fn: Callable[..., Any], rank: int, world_size: int, args: bytes) -> Any:
+    """One call; the seed is set so that results do not depend on earlier calls."""
+    import torch
+
+    torch.manual_seed(0)
+    return fn(rank, world_size, *pickle.loads(args))
+
+
+if __name__ == "__main__":
+    # Run under the importable name, so that tests and worker share one `mesh_for` cache.
+    from tests import distributed
+
+    distributed._worker(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
