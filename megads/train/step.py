@@ -1,0 +1,96 @@
+"""One training step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megads.parallel import collectives
+from megads.parallel.batch import MicroBatch
+from megads.train.build import RunParts
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; equal on all ranks.
+
+    `loss` is the token-weighted mean over the global batch, `grad_norm` the norm before clipping.
+    `applied` is False when the update was left out because one of them is not finite.
+    `stop_requested`: some rank was asked to save and leave.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    applied: bool
+    stop_requested: bool
+
+
+def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
+    """Run one global batch forward and backward and update the model. Collective.
+
+    The learning rate follows the step count, so a skipped update consumes its samples and its
+    place in the schedule.
+    """
+    state, optimizer, scaler = parts.state, parts.optimizer, parts.scaler
+    batch = parts.batch_plan(state.samples)
+    lr = parts.learning_rate(state, batch)
+    microbatches = parts.loader.batches(state.samples, batch)
+
+    optimizer.zero_grad()
+    tokens = count_loss_tokens(microbatches, parts)
+    loss_sum = parts.executor.run(
+        microbatches, optimizer.gradients, grad_scale=scaler.scale / max(tokens, 1)
+    )
+    optimizer.finish_gradients()
+
+    norm = optimizer.grad_norm() / scaler.scale
+    loss, stop = reduce_loss(loss_sum, tokens, parts, stop_requested=stop_requested)
+    loss_scale, applied = scaler.scale, math.isfinite(loss) and math.isfinite(norm)
+    if applied:
+        max_norm = parts.config.optim.clip
+        clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+        optimizer.scale_gradients(scaler.scale / clip)
+        optimizer.step(lr)
+    scaler.update(ok=applied)
+    state.advance(batch)
+    return StepResult(loss, norm, lr, loss_scale, applied, stop)
+
+
+def count_loss_tokens(microbatches: list[MicroBatch], parts: RunParts) -> int:
+    """Positions of the global batch that count in the loss, over all data-parallel ranks.
+
+    Exact on stages that read tokens; the others, which neither start a backward pass nor report
+    a loss, may see another number.
+    """
+    masks = [m.loss_mask for m in microbatches]
+    if all(mask is None for mask in masks):
+        return sum(m.labels.numel() for m in microbatches) * parts.mesh.dp.size
+    counts = [
+        float(m.labels.numel()) if m.loss_mask is None else float(m.loss_mask.sum())
+        for m in microbatches
+    ]
+    total = torch.tensor(sum(counts), dtype=torch.float64, device=parts.mesh.device)
+    return int(collectives.all_reduce(total, parts.mesh.dp))
+
+
+def reduce_loss(
+    loss_sum: Tensor, tokens: int, parts: RunParts, *, stop_requested: bool = False
+) -> tuple[float, bool]:
+    """(mean loss over `tokens`, whether any rank wants to stop), the same on every rank.
+
+    Tensor-parallel peers of the last stage hold the same sum; one of them reports it.
+    """
+    mesh = parts.mesh
+    reports = mesh.is_last_stage and mesh.tp.index == 0
+    values = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    if reports:
+        values[0] = loss_sum.double()
+        values[1] = tokens / mesh.dp.size
+    values[2] = float(stop_requested)
+    total, counted, stops = collectives.all_reduce(values, mesh.world).tolist()
+    return total / counted if counted else 0.0, stops > 0
