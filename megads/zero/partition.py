@@ -67,18 +67,21 @@ def plan_buckets(
     def close(key: tuple[int, BucketKind]) -> None:
         placements = open_buckets.pop(key, [])
         if placements:
-            unit = ALIGNMENT * dp
-            numel = -(-placements[-1].stop // unit) * unit
+            numel = _align(placements[-1].stop, ALIGNMENT * dp)
             plans.append(BucketPlan(key[0], key[1], tuple(placements), numel))
 
     for index, (chunk, kind, numel) in enumerate(zip(chunks, kinds, numels, strict=True)):
         key = (chunk, kind)
         held = open_buckets.get(key, [])
-        if held and (kind == "tied" or held[-1].stop + numel > bucket_numel):
+        start = _align(held[-1].stop) if held else 0
+        if held and (kind == "tied" or start + numel > bucket_numel):
             close(key)
-        placements = open_buckets.setdefault(key, [])
-        start = -(-placements[-1].stop // ALIGNMENT) * ALIGNMENT if placements else 0
-        placements.append(Placement(index, start, numel))
+            start = 0
+        open_buckets.setdefault(key, []).append(Placement(index, start, numel))
     for key in list(open_buckets):
         close(key)
     return plans
+
+
+def _align(numel: int, unit: int = ALIGNMENT) -> int:
+    return -(-numel // unit) * unit
