@@ -1,0 +1,189 @@
+"""The directory of a run's checkpoints: which exist, how one comes to be, how one goes.
+
+    step-N               a checkpoint, if it holds COMMIT
+    .tmp-step-N-xxxxxxxx one being written, or left behind by a job that died; never read
+    .old-step-N-xxxxxxxx one whose place is being taken by a new save of the same step
+
+Anything else in there is left alone. Pure: files, no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megads.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    Manifest,
+    commit_text,
+    decode_manifest,
+    encode_manifest,
+)
+from megads.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_TEMPORARY = re.compile(r"\.tmp-step-[0-9]+-[0-9a-f]{8}")
+_REPLACED = re.compile(r"\.old-(step-[0-9]+)-[0-9a-f]{8}")
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return directory / f"step-{step}"
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Steps of all checkpoints that exist, in ascending order."""
+    if not directory.is_dir():
+        return []
+    matches = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
+    return sorted(int(m[1]) for m, entry in matches if m and (entry / COMMIT).is_file())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest in it or in its `checkpoints`.
+
+    Raises CheckpointError saying what was looked for.
+    """
+    if (path / COMMIT).is_file():
+        return path
+    if _STEP.fullmatch(path.name) and (path / MANIFEST).exists():
+        raise CheckpointError(f"{path} was never completed: it has no {COMMIT} file")
+    for directory in (path, path / "checkpoints"):
+        steps = committed_steps(directory)
+        if steps:
+            return step_path(directory, steps[-1])
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: it does not exist")
+    raise CheckpointError(
+        f"no checkpoint at {path}: neither it nor {path / 'checkpoints'} holds a step-N directory "
+        f"with a {COMMIT} file"
+    )
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read and check the manifest of a committed checkpoint.
+
+    Raises CheckpointError naming the file that is missing, malformed, or not what was committed.
+    """
+    if not (checkpoint / COMMIT).is_file():
+        raise CheckpointError(f"no checkpoint at {checkpoint}: it has no {COMMIT} file")
+    path = checkpoint / MANIFEST
+    try:
+        data = path.read_bytes()
+        committed = (checkpoint / COMMIT).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    manifest = decode_manifest(data, str(path))
+    if committed != commit_text(data).encode():
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {COMMIT}")
+    return manifest
+
+
+def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Turn a directory of finished files into a checkpoint.
+
+    Checks that every file is there with its size, writes the manifest, moves the directory into
+    place and writes COMMIT. Raises CheckpointError; `final` is then as it was before.
+    """
+    for name, entry in manifest.files.items():
+        path = temporary / name
+        if not path.is_file() or path.stat().st_size != entry.size:
+            raise CheckpointError(
+                f"{path} is not visible on the rank that commits; run.dir must be on a file system "
+                f"that all nodes share"
+            )
+    data = encode_manifest(manifest)
+    write_small(temporary / MANIFEST, data)
+    replaced = final.with_name(f".old-{final.name}-{temporary.name.rsplit('-', 1)[-1]}")
+    undo: list[tuple[Path, Path]] = []
+    try:
+        for source, target in ((final, replaced), (temporary, final)):
+            if source.exists():
+                source.rename(target)
+                undo.append((target, source))
+        sync_directory(final.parent)
+        write_small(final / COMMIT, commit_text(data).encode())
+    except (OSError, CheckpointError) as error:
+        for moved, origin in reversed(undo):
+            moved.rename(origin)
+        raise CheckpointError(f"cannot commit {final}: {error}") from error
+    if replaced.exists():
+        remove_checkpoint(replaced)
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a file so that it is either absent or complete, and on the disk on return."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def recover(directory: Path) -> None:
+    """Undo a replacement that a crash interrupted: the old checkpoint returns to its place.
+
+    One process at a time, and not while a save is running.
+    """
+    if not directory.is_dir():
+        return
+    for entry in sorted(directory.iterdir()):
+        match = _REPLACED.fullmatch(entry.name)
+        if not match or not (entry / COMMIT).is_file():
+            continue
+        final = directory / match[1]
+        if (final / COMMIT).is_file():
+            remove_checkpoint(entry)
+            continue
+        if final.exists():
+            shutil.rmtree(final)
+        entry.rename(final)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint, COMMIT first, so that at no time half of one looks whole."""
+    (path / COMMIT).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def retain(directory: Path, keep: int, newest: int) -> None:
+    """Delete all but the `keep` newest checkpoints, and what dead saves left behind.
+
+    `keep` below 0 keeps all; 0 counts as 1. `newest`, just committed, always stays. A deletion
+    that fails is logged: the checkpoint that was just written is worth more than tidiness.
+    """
+    doomed = [
+        entry
+        for entry in directory.iterdir()
+        if _TEMPORARY.fullmatch(entry.name)
+        or (_REPLACED.fullmatch(entry.name) and not (entry / COMMIT).exists())
+    ]
+    if keep >= 0:
+        older = [step for step in committed_steps(directory) if step != newest]
+        surplus = older[: len(older) - (max(keep, 1) - 1)]
+        doomed += [step_path(directory, step) for step in surplus]
+    for path in doomed:
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            log.warning("could not delete %s: %s", path, error)
