@@ -33,12 +33,12 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> TrainState:
-        """The inverse of `to_dict`; raises CheckpointError on missing or unknown fields."""
-        expected = {f.name for f in fields(cls)}
+    def restore(self, data: dict[str, Any]) -> None:
+        """Take over what `to_dict` gave; raises CheckpointError on missing or unknown fields."""
+        expected = {f.name for f in fields(self)}
         if set(data) != expected:
             raise CheckpointError(
                 f"the checkpoint's training state has {sorted(data)}, expected {sorted(expected)}"
             )
-        return cls(**data)
+        for name, value in data.items():
+            setattr(self, name, value)

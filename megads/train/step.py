@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megads.optim.clip import clip_coefficient
 from megads.parallel import collectives
 from megads.parallel.batch import MicroBatch
+from megads.parallel.layout import BatchPlan
 from megads.train.build import RunParts
 
 
@@ -22,6 +25,7 @@ class StepResult:
     `stop_requested`: some rank was asked to save and leave.
     """
 
+    batch: BatchPlan
     loss: float
     grad_norm: float
     lr: float
@@ -38,7 +42,7 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     """
     state, optimizer, scaler = parts.state, parts.optimizer, parts.scaler
     batch = parts.batch_plan(state.samples)
-    lr = parts.learning_rate(state, batch)
+    lr = parts.learning_rate(batch)
     microbatches = parts.loader.batches(state.samples, batch)
 
     optimizer.zero_grad()
@@ -49,16 +53,15 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     optimizer.finish_gradients()
 
     norm = optimizer.grad_norm() / scaler.scale
-    loss, stop = reduce_loss(loss_sum, tokens, parts, stop_requested=stop_requested)
-    loss_scale, applied = scaler.scale, math.isfinite(loss) and math.isfinite(norm)
+    sums = reduce_loss(loss_sum, tokens, parts, stop_requested=stop_requested)
+    loss_scale, applied = scaler.scale, math.isfinite(sums.mean) and scaler.ok(norm)
     if applied:
-        max_norm = parts.config.optim.clip
-        clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+        clip = clip_coefficient(norm, parts.config.optim.clip)
         optimizer.scale_gradients(scaler.scale / clip)
         optimizer.step(lr)
     scaler.update(ok=applied)
     state.advance(batch)
-    return StepResult(loss, norm, lr, loss_scale, applied, stop)
+    return StepResult(batch, sums.mean, norm, lr, loss_scale, applied, sums.stops > 0)
 
 
 def count_loss_tokens(microbatches: list[MicroBatch], parts: RunParts) -> int:
@@ -78,19 +81,30 @@ def count_loss_tokens(microbatches: list[MicroBatch], parts: RunParts) -> int:
     return int(collectives.all_reduce(total, parts.mesh.dp))
 
 
+class LossSums(NamedTuple):
+    """Sums over a global batch: token losses, tokens counted, ranks that want to stop."""
+
+    loss: float
+    tokens: float
+    stops: float
+
+    @property
+    def mean(self) -> float:
+        return self.loss / self.tokens if self.tokens else 0.0
+
+
 def reduce_loss(
     loss_sum: Tensor, tokens: int, parts: RunParts, *, stop_requested: bool = False
-) -> tuple[float, bool]:
-    """(mean loss over `tokens`, whether any rank wants to stop), the same on every rank.
+) -> LossSums:
+    """The sums of the whole global batch, the same on every rank. Collective.
 
-    Tensor-parallel peers of the last stage hold the same sum; one of them reports it.
+    `tokens` is already that of the global batch. Tensor-parallel peers of the last stage hold the
+    same loss; one of them reports it.
     """
     mesh = parts.mesh
-    reports = mesh.is_last_stage and mesh.tp.index == 0
     values = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    if reports:
+    if mesh.is_last_stage and mesh.tp.index == 0:
         values[0] = loss_sum.double()
         values[1] = tokens / mesh.dp.size
     values[2] = float(stop_requested)
-    total, counted, stops = collectives.all_reduce(values, mesh.world).tolist()
-    return total / counted if counted else 0.0, stops > 0
+    return LossSums(*collectives.all_reduce(values, mesh.world).tolist())

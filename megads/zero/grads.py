@@ -44,7 +44,11 @@ class BucketSink:
     def add_rows(self, rows: Tensor, grad: Tensor) -> None:
         if self.is_fresh:
             self.view.zero_()
-        self.view.index_put_((rows,), grad.to(self.view.dtype), accumulate=True)
+        grad = grad.to(self.view.dtype)
+        if self.view.is_cuda:  # index_add_ would add in any order there: another sum each run
+            self.view.index_put_((rows,), grad, accumulate=True)
+        else:
+            self.view.index_add_(0, rows, grad)
         self._contributed()
 
     def _contributed(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megads.config.schema import OptimConfig
+from megads.optim.clip import global_norm
 from megads.optim.update import UpdateRule
 from megads.parallel import collectives
 from megads.parallel.mesh import Mesh
@@ -119,12 +120,7 @@ class ZeroOptimizer:
 
         Not finite if any gradient is not. A collective call.
         """
-        norms = [torch.linalg.vector_norm(grad) for grad in self._unique_grads]
-        device = self.mesh.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if norms:
-            total = torch.stack(norms).double().square().sum()
-        return float(collectives.all_reduce(total, self.mesh.world).sqrt())
+        return global_norm(self._unique_grads, self.mesh)
 
     def scale_gradients(self, divisor: float) -> None:
         """Divide the gradients by `divisor` when `step` reads them (loss scale, clipping)."""

@@ -1,0 +1,117 @@
+"""The training loop: steps, evaluation, checkpoints, stopping."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import yaml
+
+from megads.config.schema import Config
+from megads.errors import NonFiniteError
+from megads.launch.env import RankInfo
+from megads.launch.signals import StopRequest
+from megads.models.flops import device_peak_tflops, training_flops
+from megads.train.build import RunParts, build, save
+from megads.train.evaluate import evaluate
+from megads.train.metrics import device_name, peak_memory_bytes
+from megads.train.step import StepResult, train_step
+
+FINISHED, STOPPED = 0, 3
+
+
+def train(config: Config, info: RankInfo, stop: StopRequest) -> int:
+    """Run or resume training to `train.steps`; returns the exit status. Collective.
+
+    Raises NonFiniteError when a loss or gradient norm is not finite and `train.nonfinite=stop`;
+    the model has not been updated with it then, and no checkpoint written.
+    """
+    parts = build(config, info)
+    try:
+        return _run(parts, stop)
+    finally:
+        parts.metrics.close()
+
+
+def _run(parts: RunParts, stop: StopRequest) -> int:
+    config, state = parts.config, parts.state
+    steps, checkpoint = config.train.steps, config.checkpoint
+    if state.step >= steps:
+        parts.metrics.note(f"already finished: step {state.step} of {steps}")
+        return FINISHED
+    _write_config(parts)
+    saved_at = state.step
+    while state.step < steps:
+        started = time.perf_counter()
+        result = train_step(parts, stop_requested=stop.requested)
+        _report(parts, result, time.perf_counter() - started)
+        _check_finite(parts, result)
+        is_last = state.step == steps
+        if _due(config.eval.every, state.step) or (config.eval.every and is_last):
+            parts.metrics.evaluation(state.step, evaluate(parts))
+        if _due(checkpoint.every, state.step) or result.stop_requested:
+            save(parts)
+            saved_at = state.step
+        if result.stop_requested and not is_last:
+            parts.metrics.note(f"stopped on request; step {state.step} is saved")
+            return STOPPED
+    if checkpoint.save_last and saved_at != state.step:
+        save(parts)
+    return FINISHED
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _check_finite(parts: RunParts, result: StepResult) -> None:
+    """Stop the run, on every rank alike, unless the step's update may be skipped."""
+    if result.applied:
+        return
+    skippable = parts.config.train.nonfinite == "skip" or parts.scaler.dynamic
+    if not skippable or parts.scaler.exhausted:
+        raise NonFiniteError(
+            f"step {parts.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; the "
+            f"update was not made. train.nonfinite=skip leaves such steps out and goes on"
+        )
+
+
+def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
+    config, state = parts.config, parts.state
+    if not _due(config.logging.every, state.step) and result.applied:
+        return
+    batch = result.batch
+    tokens = batch.global_batch_size * batch.seq_length
+    flops = training_flops(config.model, batch.global_batch_size, batch.seq_length)
+    tflops = flops / seconds / parts.mesh.world.size / 1e12
+    peak = config.logging.peak_tflops or device_peak_tflops(
+        device_name(parts.mesh.device), config.precision.name
+    )
+    parts.metrics.step(
+        {
+            "step": state.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": state.tokens,
+            "samples": state.samples,
+            "step_time_s": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_device": tflops,
+            "mfu": tflops / peak if peak else None,
+            "loss_scale": result.loss_scale,
+            "skipped": parts.scaler.skipped,
+            "peak_memory_bytes": peak_memory_bytes(parts.mesh),
+        },
+        config.train.steps,
+    )
+
+
+def _write_config(parts: RunParts) -> None:
+    """Record the resolved configuration of the run, replacing that of an earlier start."""
+    if parts.mesh.world.index == 0:
+        path = Path(parts.config.run.dir) / "config.yaml"
+        text = yaml.safe_dump(parts.config.model_dump(mode="json"), sort_keys=False)
+        temporary = path.with_suffix(".yaml.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
