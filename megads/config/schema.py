@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-
-
-class Group(BaseModel):
-    """Base of every configuration group: immutable, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+from megads.config.fields import (
+    NUMBER,
+    Fraction,
+    Group,
+    Integer,
+    NonNegative,
+    NonNegativeFloat,
+    Paths,
+    Positive,
+    PositiveFloat,
+    divisors,
+    whole,
+)
 
 
 class RopeScaling(Group):
@@ -60,7 +62,7 @@ class ModelConfig(Group):
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = "gelu_tanh"
     position: Literal["learned", "rope", "alibi", "none"] = "learned"
     rope_theta: PositiveFloat = 10000.0
-    rope_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    rope_fraction: Annotated[float, Field(gt=0.0, le=1.0), NUMBER] = 1.0
     """Share of each head's dimensions that is rotated (NeoX and Pythia rotate a quarter)."""
     rope_scaling: RopeScaling | None = None
     attention_window: Positive | None = None
@@ -87,15 +89,15 @@ class ModelConfig(Group):
         if not isinstance(data, dict):
             return data
         data = dict(data)
-        heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
-        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        heads, hidden = whole(data.get("num_attention_heads")), whole(data.get("hidden_size"))
+        if heads and hidden:
             if data.get("num_kv_heads") is None:
                 data["num_kv_heads"] = heads
             if data.get("head_dim") is None:
                 if hidden % heads:
                     raise ValueError(
                         f"hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
-                        f" change one of them or set head_dim"
+                        f" heads that divide it: {divisors(hidden)} (or set head_dim)"
                     )
                 data["head_dim"] = hidden // heads
             if data.get("ffn_hidden_size") is None:
@@ -107,7 +109,8 @@ class ModelConfig(Group):
         if self.num_attention_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_kv_heads={self.num_kv_heads}"
+                f"num_kv_heads={self.num_kv_heads}; "
+                f"valid: {divisors(self.num_attention_heads)}"
             )
         if self.position == "rope" and self.rotary_dim % 2:
             raise ValueError(
@@ -136,7 +139,7 @@ class ParallelConfig(Group):
     """Data parallel size; None takes what the world size leaves: world / (tp x pp)."""
     chunks: Positive = 1
     """Model chunks (virtual stages) per pipeline stage; above 1 the schedule is interleaved."""
-    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    zero: Annotated[int, Field(ge=0, le=3), NUMBER] = 0
     sequence_parallel: bool = False
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
     """auto: 1f1b, or interleaved when chunks > 1."""
@@ -148,6 +151,8 @@ class ParallelConfig(Group):
 
 
 class TrainConfig(Group):
+    """How long, how much at a time and from which seed."""
+
     steps: NonNegative = 100
     seed: NonNegative = 1234
     seq_length: Positive = 1024
@@ -162,6 +167,8 @@ class TrainConfig(Group):
 
 
 class EvalConfig(Group):
+    """Evaluation during training."""
+
     every: NonNegative = 0
     """Evaluate every this many steps and after the last one; 0 never."""
     steps: Positive = 10
@@ -169,6 +176,8 @@ class EvalConfig(Group):
 
 
 class OptimConfig(Group):
+    """Optimizer and learning rate schedule."""
+
     name: Literal["adamw", "sgd"] = "adamw"
     lr: NonNegativeFloat = 3e-4
     min_lr: NonNegativeFloat = 0.0
@@ -214,22 +223,26 @@ class KernelsConfig(Group):
 
 
 class DataConfig(Group):
-    paths: tuple[str, ...] = ()
+    """What is trained on."""
+
+    paths: Paths = ()
     """Prefixes of .bin/.idx pairs, or .txt/.jsonl files, which are tokenized into run.dir first."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each path in the blend; None: by size."""
     valid_fraction: Fraction = 0.02
     """Last share of each source's documents or tokens, kept for evaluation."""
-    valid_paths: tuple[str, ...] = ()
+    valid_paths: Paths = ()
     tokenizer: str = "byte"
     """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json."""
     append_eod: bool = True
 
 
 class CheckpointConfig(Group):
+    """When checkpoints are written and what a run starts from."""
+
     every: NonNegative = 0
     """Save every this many steps and after the last one; 0 only after the last one."""
-    keep: int = -1
+    keep: Integer = -1
     """How many of the newest checkpoints stay; -1 all."""
     load: str | None = None
     """Checkpoint to start from when run.dir holds none of its own."""
@@ -239,6 +252,8 @@ class CheckpointConfig(Group):
 
 
 class LoggingConfig(Group):
+    """What is reported and where."""
+
     every: Positive = 1
     """Steps between lines of metrics.jsonl and of the console."""
     wandb: bool = False
@@ -248,6 +263,8 @@ class LoggingConfig(Group):
 
 
 class LaunchConfig(Group):
+    """How worker processes are set up."""
+
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     timeout_s: PositiveFloat = 600.0
     """A collective that waits longer than this ends the job."""
@@ -258,6 +275,8 @@ class LaunchConfig(Group):
 
 
 class RunConfig(Group):
+    """The run itself."""
+
     dir: str = "runs/${model.name}"
     """Where everything of a run goes."""
 
