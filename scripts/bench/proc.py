@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def reset_peak(pid: int) -> None:
     try:
         (PROC / str(pid) / "clear_refs").write_text("5")
     except OSError:
+        pass
+
+
+def kill(pid: int) -> None:
+    """End a process at once, if it still runs."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
         pass
 
 

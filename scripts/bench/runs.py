@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,8 +23,9 @@ CLEAN_CORES = 0.10
 class Run:
     """Times in seconds, sizes in MiB; lists of times start with the warmup steps.
 
-    `peak_mb` is each worker's peak over its whole life, `step_peak_mb` its peak once the model is
-    built: peers reset the mark before their first step, for megads it is reset after the first.
+    `peak_mb` is each worker's peak over its whole life, `step_peak_mb` its peak from the first step
+    on: peers reset the mark themselves once the model is built, for megads it is reset from outside
+    when config.yaml appears, which it writes between building and the first step.
     `seen_step_s` is the time between two lines of metrics.jsonl as seen from outside,
     `reported_peak_mb` what metrics.jsonl says.
     """
@@ -71,16 +71,15 @@ def start_and_wait(
     """Run the command to its end, calling `watch(pid)` all the while; output goes to cwd/log."""
     began = time.monotonic()
     with (cwd / "log").open("w") as log:
-        process = subprocess.Popen(
-            run.command, env=env, cwd=cwd, stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(run.command, env=env, cwd=cwd, stdout=log, stderr=log)
         try:
             while (rc := process.poll()) is None and time.monotonic() - began < timeout_s:
                 watch(process.pid)
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                for pid in proc.family(process.pid):  # workers may sit in sessions of their own
+                    proc.kill(pid)
                 process.wait()
     run.rc, run.wall_s = rc, time.monotonic() - began
     if rc is None:
@@ -101,9 +100,10 @@ def run_peer(run: Run, env: dict[str, str], cwd: Path, report: Path, timeout_s: 
 class Watcher:
     """Follows metrics.jsonl of a megads run and the memory and CPU use of its processes."""
 
-    def __init__(self, run: Run, metrics: Path) -> None:
+    def __init__(self, run: Run, run_dir: Path) -> None:
         self._run = run
-        self._metrics = metrics
+        self._config = run_dir / "config.yaml"
+        self._metrics = run_dir / "metrics.jsonl"
         self._workers: list[int] = []
         self._early_peaks: list[float] = []
         self._size = self._lines = 0
@@ -112,10 +112,9 @@ class Watcher:
 
     def __call__(self, root: int) -> None:
         """Look once; `root` is the process that was started."""
-        try:
-            size = self._metrics.stat().st_size
-        except OSError:
-            return
+        if not self._workers and self._config.exists():
+            self._find_workers(root)
+        size = self._metrics.stat().st_size if self._metrics.exists() else 0
         if size != self._size:
             self._size = size
             lines = self._metrics.read_bytes().count(b"\n")
@@ -132,16 +131,18 @@ class Watcher:
         self._run.foreign += [round(foreign, 3)] * new_lines
         self._run.seen_step_s += [elapsed / max(1, new_lines)] * new_lines
         self._time, self._machine, self._own = now, machine, own
-        self._measure_memory(pids)
+        self._measure_memory()
 
-    def _measure_memory(self, pids: list[int]) -> None:
-        """Read every worker's peak; the first time, find the workers and reset the mark."""
-        if not self._workers:
-            by_size = sorted(pids, key=lambda pid: proc.memory_mb(pid, "VmRSS"))
-            self._workers = sorted(by_size[-self._run.world :])
-            self._early_peaks = [proc.memory_mb(pid, "VmHWM") for pid in self._workers]
-            for pid in self._workers:
-                proc.reset_peak(pid)
+    def _find_workers(self, root: int) -> None:
+        """The largest processes are the workers; note their peaks so far and reset the marks."""
+        by_size = sorted(proc.family(root), key=lambda pid: proc.memory_mb(pid, "VmRSS"))
+        self._workers = sorted(by_size[-self._run.world :])
+        self._early_peaks = [proc.memory_mb(pid, "VmHWM") for pid in self._workers]
+        for pid in self._workers:
+            proc.reset_peak(pid)
+
+    def _measure_memory(self) -> None:
+        """Read every worker's peak, unless one is gone already."""
         peaks = [proc.memory_mb(pid, "VmHWM") for pid in self._workers]
         if all(peaks):
             self._run.step_peak_mb = [round(peak, 1) for peak in peaks]
@@ -155,7 +156,7 @@ def run_megads(
 ) -> None:
     """Measure megads-train by its metrics.jsonl; `step_tokens` is what each step must consume."""
     metrics = run_dir / "metrics.jsonl"
-    start_and_wait(run, env, cwd, timeout_s, Watcher(run, metrics))
+    start_and_wait(run, env, cwd, timeout_s, Watcher(run, run_dir))
     if run.rc != 0:
         run.problem = run.problem or f"exit status {run.rc}: {(cwd / 'log').read_text()[-1500:]}"
     if not metrics.exists():
