@@ -1,0 +1,54 @@
+"""Requests to stop, from a scheduler or a user, that the training loop looks at between steps."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGUSR1 while it is entered; read by the training loop.
+
+        with StopRequest() as stop:
+            while not stop.requested:
+                ...
+
+    The handler only remembers the signal: saving needs collectives, and those have their place
+    between two steps. Later signals change nothing. Enter one before anything slow is imported,
+    since until then these signals end the process; one entered inside it knows what came earlier.
+    Only the main thread may enter it.
+    """
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+            outer = getattr(self._before[number], "__self__", None)
+            if isinstance(outer, StopRequest) and self._signal is None:
+                self._signal = outer._signal
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal to stop has arrived in this process."""
+        return self._signal is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Name of the signal that arrived first, for the log."""
+        return None if self._signal is None else self._signal.name
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = signal.Signals(number)

@@ -1,0 +1,73 @@
+"""What a worker owes the process that started it: the reason of a failure, and to end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from megads.errors import MegadsError
+
+
+def describe(error: BaseException) -> str:
+    """The error for a reader: errors made for the user as they are, others with a traceback."""
+    if isinstance(error, MegadsError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def exit_status(error: BaseException) -> int:
+    """The status that a process ends with when it stops for `error`."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return error.exit_status if isinstance(error, MegadsError) else 1
+
+
+def record_failure(error: BaseException, path: Path | None) -> None:
+    """Write the launcher's error file, in the form that torch's elastic agent reads.
+
+    Without one (SLURM) there is nothing to write. The file appears whole or not at all.
+    """
+    if path is None:
+        return
+    now = time.time()
+    details = {"py_callstack": describe(error), "timestamp": str(int(now)), "time": now}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps({"message": message}))
+    temporary.replace(path)
+
+
+def end_with(launcher: int | None, *, interval_s: float = 1.0) -> None:
+    """End this process when its launcher is gone, even while it waits in a collective.
+
+    `launcher` is the local launcher's process id, None when something else started us.
+    """
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(interval_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process now, with its output written.
+
+    Interpreter shutdown is skipped on purpose: background threads of communication libraries that
+    are still there when static objects are destroyed abort a run that had finished.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(status)
