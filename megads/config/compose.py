@@ -35,7 +35,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megads.config.decode import decode, explain_error, schema_defaults
-from megads.config.files import PRIMARY, config_dir, package_file
+from megads.config.files import PRIMARY, config_dir
 from megads.config.keys import (
     did_you_mean,
     explain_not_an_override,
@@ -267,7 +267,6 @@ def _session(args: argparse.Namespace) -> Iterator[_Session]:
         raise ConfigError("compose() cannot be used inside another Hydra application")
     hydra_version.setbase("1.3")
     Plugins.instance().register(MegadsSource)
-    OmegaConf.register_new_resolver("package_file", package_file, replace=True)
     path = ConfigSearchPathImpl()
     path.append("hydra", "pkg://hydra.conf")
     path.append("main", f"file://{Path(args.config_path or config_dir()).absolute()}")

@@ -17,8 +17,3 @@ def config_dir() -> Path:
         if (directory / f"{PRIMARY}.yaml").is_file():
             return directory
     raise ConfigError(f"the configs directory is missing from the installation at {package}")
-
-
-def package_file(path: str) -> str:
-    """The absolute path of a file inside the package; in YAML `${package_file:data/x}`."""
-    return str(Path(megads.__file__).parent.absolute() / path)

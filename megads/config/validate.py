@@ -1,0 +1,264 @@
+"""Can this configuration run? All problems at once, before any process starts. No torch.
+
+Each problem names the dotted path, the numbers that disagree and what would be valid. Checks of a
+single value are in the schema; what only the machine can tell (devices, memory) is the launcher's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megads.config.data_files import data_problems
+from megads.config.schema import Config, ModelConfig
+from megads.errors import ConfigError, LayoutError
+from megads.parallel.layout import ParallelLayout
+
+SUPPORTED_ZERO_STAGES = (0, 1)
+
+
+def validate(config: Config, world_size: int | None = None) -> list[str]:
+    """Every reason why `config` cannot run on `world_size` processes; empty when it can.
+
+    Without a world size the layout's own is taken, with dp 1 where it is not given.
+    """
+    problems = list(_world(config, world_size))
+    dp = _data_parallel(config, world_size)
+    problems += _tensor_parallel(config)
+    problems += _pipeline(config)
+    problems += _zero(config)
+    problems += _batch(config, dp)
+    problems += _sequence(config)
+    problems += _optimizer(config)
+    problems += _evaluation_and_checkpoints(config)
+    problems += data_problems(config)
+    return problems
+
+
+def check(config: Config, world_size: int | None = None) -> None:
+    """Raise ConfigError with all problems that `validate` finds."""
+    problems = validate(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def resolve_layout(config: Config, world_size: int | None = None) -> ParallelLayout:
+    """The sizes of all axes; dp, where it is not given, is what the world size leaves (or 1).
+
+    Raises LayoutError when the sizes do not make up the world.
+    """
+    problems = list(_world(config, world_size))
+    if problems:
+        raise LayoutError(problems)
+    parallel = config.parallel
+    return ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=_data_parallel(config, world_size))
+
+
+def make_run_dir(config: Config) -> Path:
+    """Create `run.dir` and see that files can be written there.
+
+    Raises ConfigError with the system's reason.
+    """
+    directory = Path(config.run.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir}: cannot be written: {error.strerror}"
+        ) from None
+    return directory
+
+
+def valid_tensor_parallel_sizes(model: ModelConfig) -> list[int]:
+    """Sizes of the tp axis that split heads and MLP evenly; KV heads may be replicated."""
+    kv = model.num_kv_heads
+    return [
+        tp
+        for tp in _divisors(model.num_attention_heads)
+        if model.ffn_hidden_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    """`1, 2 or 4`."""
+    words = [str(n) for n in numbers]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _data_parallel(config: Config, world_size: int | None) -> int:
+    parallel = config.parallel
+    return parallel.dp or max(1, (world_size or 1) // (parallel.tp * parallel.pp))
+
+
+def _world(config: Config, world_size: int | None) -> Iterator[str]:
+    parallel = config.parallel
+    if world_size is None:
+        return
+    model_size = parallel.tp * parallel.pp
+    sizes = f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp}"
+    if parallel.dp is None and world_size % model_size:
+        yield (
+            f"{sizes} needs a multiple of {model_size} processes, there are {world_size}; "
+            f"valid products of tp and pp: {_listed(_divisors(world_size))}"
+        )
+    elif parallel.dp is not None and model_size * parallel.dp != world_size:
+        yield (
+            f"{sizes} x parallel.dp={parallel.dp} needs {model_size * parallel.dp} processes, "
+            f"there are {world_size}"
+        )
+
+
+def _tensor_parallel(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tp
+    valid = f"valid tp: {_listed(valid_tensor_parallel_sizes(model))}"
+    if model.num_attention_heads % tp:
+        yield (
+            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"parallel.tp={tp}; {valid}"
+        )
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield (
+            f"model.num_kv_heads={model.num_kv_heads} neither divides nor is a multiple of "
+            f"parallel.tp={tp}; {valid}"
+        )
+    if model.ffn_hidden_size % tp:
+        yield (
+            f"model.ffn_hidden_size={model.ffn_hidden_size} is not a multiple of "
+            f"parallel.tp={tp}; {valid}"
+        )
+    if model.position != "rope" and model.rope_scaling is not None:
+        yield f"model.rope_scaling needs model.position=rope, it is {model.position}"
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.num_layers
+    stages = parallel.pp * parallel.chunks
+    sizes = f"parallel.pp={parallel.pp} x parallel.chunks={parallel.chunks}"
+    if parallel.split is None:
+        if layers < stages:
+            most = layers // parallel.chunks
+            advice = f"pp can be 1 to {most}" if most else f"chunks can be 1 to {layers}"
+            yield (
+                f"model.num_layers={layers} is fewer than the {stages} virtual stages of "
+                f"{sizes}; {advice}, or give parallel.split"
+            )
+    else:
+        yield from _split(parallel.split, stages, layers, sizes)
+    if parallel.schedule == "interleaved" and parallel.chunks == 1:
+        yield "parallel.schedule=interleaved needs parallel.chunks of 2 or more, it is 1"
+    if parallel.schedule == "1f1b" and parallel.chunks > 1:
+        yield (
+            f"parallel.chunks={parallel.chunks} needs parallel.schedule=interleaved (or auto), "
+            f"it is 1f1b"
+        )
+
+
+def _split(split: tuple[int, ...], stages: int, layers: int, sizes: str) -> Iterator[str]:
+    shown = f"parallel.split=[{','.join(map(str, split))}]"
+    if len(split) != stages:
+        yield f"{shown} has {len(split)} entries; {sizes} needs {stages}"
+    if sum(split) != layers:
+        yield f"{shown} places {sum(split)} layers; model.num_layers={layers}"
+    if 0 in split[1:-1]:
+        yield f"{shown}: only the first and the last virtual stage can be without layers"
+
+
+def _zero(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.zero not in SUPPORTED_ZERO_STAGES:
+        yield (
+            f"parallel.zero={parallel.zero} is not available yet; supported stages: "
+            f"{_listed(list(SUPPORTED_ZERO_STAGES))}"
+        )
+    if parallel.offload != "none":
+        yield f"parallel.offload={parallel.offload} is not available yet; supported: none"
+
+
+def _batch(config: Config, dp: int) -> Iterator[str]:
+    train = config.train
+    unit = train.micro_batch_size * dp
+    unit_text = f"train.micro_batch_size={train.micro_batch_size} x dp={dp} = {unit}"
+    total = train.global_batch_size
+    if total % unit:
+        near = [n for n in (total // unit * unit, -(-total // unit) * unit) if n]
+        yield (
+            f"train.global_batch_size={total} is not a multiple of {unit_text}; "
+            f"nearest: {_listed(near)}"
+        )
+    if train.batch_rampup is None:
+        return
+    start, increment, _ = train.batch_rampup
+    for word, size in (("start", start), ("increment", increment)):
+        if size % unit:
+            yield f"train.batch_rampup: {word} {size} is not a multiple of {unit_text}"
+    if start > total or (total - start) % increment:
+        yield (
+            f"train.batch_rampup: from {start} in increments of {increment} does not arrive at "
+            f"train.global_batch_size={total}"
+        )
+
+
+def _sequence(config: Config) -> Iterator[str]:
+    length, model, tp = config.train.seq_length, config.model, config.parallel.tp
+    if config.parallel.sequence_parallel and length % tp:
+        near = [n for n in (length // tp * tp, -(-length // tp) * tp) if n]
+        yield (
+            f"train.seq_length={length} is not a multiple of parallel.tp={tp}, which "
+            f"parallel.sequence_parallel needs; nearest: {_listed(near)}"
+        )
+    if model.position == "learned" and length > model.max_seq_length:
+        yield (
+            f"train.seq_length={length} is more than the model.max_seq_length="
+            f"{model.max_seq_length} positions there are; lower the one or raise the other"
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optim, train = config.optim, config.train
+    if optim.min_lr > optim.lr and optim.schedule != "constant":
+        yield f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}"
+    run_length = train.steps * (1 if optim.units == "steps" else train.global_batch_size)
+    total = optim.total or run_length
+    decay = optim.decay if optim.schedule == "wsd" else 0
+    if optim.schedule != "constant" and train.steps and optim.warmup + decay > total:
+        yield (
+            f"optim.warmup={optim.warmup} + optim.decay={decay} is more than the "
+            f"{total} {optim.units} of the schedule"
+        )
+    if optim.decay and optim.schedule != "wsd":
+        yield f"optim.decay={optim.decay} is for optim.schedule=wsd, it is {optim.schedule}"
+    if optim.momentum and optim.name != "sgd":
+        yield f"optim.momentum={optim.momentum} is for optim.name=sgd, it is {optim.name}"
+    precision = config.precision
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"precision.min_loss_scale={precision.min_loss_scale} is above "
+            f"precision.initial_loss_scale={precision.initial_loss_scale}"
+        )
+
+
+def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
+    data, checkpoint = config.data, config.checkpoint
+    if config.eval.every and not data.valid_paths and not data.valid_fraction:
+        yield (
+            f"eval.every={config.eval.every} needs validation data: data.valid_paths is empty and "
+            f"data.valid_fraction is 0"
+        )
+    if checkpoint.keep == 0 or checkpoint.keep < -1:
+        yield f"checkpoint.keep={checkpoint.keep}: must be -1 (all) or 1 or more"
+    if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
+        yield f"checkpoint.load={checkpoint.load}: there is no such directory"
+    directory = Path(config.run.dir).absolute()
+    existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
+    if not existing.is_dir():
+        yield f"run.dir={config.run.dir}: {existing} is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run.dir={config.run.dir}: {existing} is not writable"

@@ -1,0 +1,143 @@
+"""Floating-point operations of a training step, peaks of devices, bytes of model state. Pure.
+
+A multiplication of `[m, k]` by `[k, n]` is 2mkn operations. Counted are the matrix products of the
+model as it is written down: all projections, the head, and both attention products over all pairs
+of positions. Not counted are element-wise work, lookups, vocabulary padding, the halving that a
+causal mask or a window allows, and whatever recomputation does again. This is what
+`torch.utils.flop_counter` reports for the plain model, and for one token
+
+    6 x (weights of the matrix products) + 12 x layers x heads x head_dim x seq_length
+
+(Narayanan et al. 2021, arXiv 2104.04473, appendix, without its fixed 4h MLP and full KV heads).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megads.config.schema import Config, ModelConfig
+from megads.models.families import param_specs
+from megads.parallel.layout import ParallelLayout
+from megads.parallel.sharding import ParamSpec
+
+BACKWARD_PER_FORWARD = 2
+"""Each forward product has two in backward: for its input and for its weight."""
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Forward operations of the parts of a model, for the batch they were asked for."""
+
+    embedding: int
+    block: int
+    head: int
+
+    def total(self, num_layers: int) -> int:
+        """Operations of the whole model."""
+        return self.embedding + num_layers * self.block + self.head
+
+
+def forward_flops(config: ModelConfig, batch_size: int, seq_length: int) -> ForwardFlops:
+    """Forward operations on `batch_size` sequences, by part; a lookup has none."""
+    tokens = batch_size * seq_length
+    query = config.num_attention_heads * config.head_dim
+    scores_and_values = 2 * (2 * tokens * seq_length * query)
+    return ForwardFlops(
+        embedding=0,
+        block=2 * tokens * block_matmul_weights(config) + scores_and_values,
+        head=2 * tokens * config.vocab_size * config.hidden_size,
+    )
+
+
+def block_matmul_weights(config: ModelConfig) -> int:
+    """Weights of one block that take part in a matrix product."""
+    query = config.num_attention_heads * config.head_dim
+    key_value = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (query + 2 * key_value) + query * config.hidden_size
+    mlp = (3 if config.gated else 2) * config.hidden_size * config.ffn_hidden_size
+    return attention + mlp
+
+
+def training_flops(config: ModelConfig, batch_size: int, seq_length: int) -> int:
+    """Operations of forward and backward on `batch_size` sequences, over all devices together.
+
+    For a step, `batch_size` is the global batch size.
+    """
+    forward = forward_flops(config, batch_size, seq_length).total(config.num_layers)
+    return (1 + BACKWARD_PER_FORWARD) * forward
+
+
+# Dense peaks in TFLOP/s from NVIDIA's data sheets and architecture papers: tensor cores for bf16
+# and fp16 with fp32 accumulation, plain fp32 (torch does not use TF32 unless told to). A device is
+# known by all words of its name, so that a variant with another peak is unknown rather than wrong.
+_PEAKS: dict[tuple[str, ...], dict[str, float]] = {
+    ("V100",): {"fp16": 125.0, "fp32": 15.7},
+    ("T4",): {"fp16": 65.0, "fp32": 8.1},
+    ("A100",): {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
+    ("A800",): {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
+    ("A40",): {"bf16": 149.7, "fp16": 149.7, "fp32": 37.4},
+    ("A30",): {"bf16": 165.0, "fp16": 165.0, "fp32": 10.3},
+    ("A10",): {"bf16": 125.0, "fp16": 125.0, "fp32": 31.2},
+    ("L4",): {"bf16": 121.0, "fp16": 121.0, "fp32": 30.3},
+    ("L40S",): {"bf16": 362.0, "fp16": 362.0, "fp32": 91.6},
+    ("H100",): {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
+    ("H100", "PCIE"): {"bf16": 756.0, "fp16": 756.0, "fp32": 51.0},
+    ("H100", "NVL"): {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
+    ("H800",): {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
+    ("H200",): {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
+    ("H200", "NVL"): {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
+    ("GH200",): {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
+    ("B200",): {"bf16": 2250.0, "fp16": 2250.0, "fp32": 75.0},
+}
+_SILENT_WORDS = re.compile(r"NVIDIA|TESLA|SXM\d*|HBM3E?|\d+GB?")
+_NEUTRAL_FORM_FACTOR = {"V100", "A100", "A800", "A40", "A30", "A10", "L4", "L40S", "T4"}
+
+
+def device_peak_tflops(device_name: str, precision: str) -> float | None:
+    """Dense peak of one device in TFLOP/s, or None for a device or format that is not known.
+
+    `device_name` as torch.cuda.get_device_name gives it; `precision` is fp32, bf16 or fp16.
+    """
+    words = [w for w in re.split(r"[\s\-_]+", device_name.upper()) if w]
+    key = tuple(w for w in words if not _SILENT_WORDS.fullmatch(w))
+    if key and key[0] in _NEUTRAL_FORM_FACTOR and key[1:] == ("PCIE",):
+        key = key[:1]
+    return _PEAKS.get(key, {}).get(precision)
+
+
+def state_bytes(config: Config, layout: ParallelLayout) -> int:
+    """Estimated bytes of weights, gradients and optimizer state on the fullest rank.
+
+    Layers are taken as spread evenly over the stages. Gradients are fp32; in bf16 and fp16 there
+    is an fp32 master copy beside the weights; ZeRO 1 divides master and moments by dp.
+    """
+    full_precision = config.precision.name == "fp32"
+    weight, master = (4, 0) if full_precision else (2, 4)
+    if config.optim.name == "adamw":
+        moments = 8
+    else:
+        moments = 4 if config.optim.momentum else 0
+    owners = layout.dp if config.parallel.zero >= 1 else 1
+    elements = max(_stage_elements(config.model, layout))
+    return elements * (weight + 4) + -(-elements * (master + moments) // owners)
+
+
+def _stage_elements(config: ModelConfig, layout: ParallelLayout) -> list[int]:
+    """Parameter elements, padding included, of one tensor-parallel rank of each stage."""
+    pp, layers = layout.pp, config.num_layers
+    specs = param_specs(config)
+    block = sum(_local_elements(s, layout.tp) for s in specs if s.layer == 0)
+    stages = [block * (layers // pp + (stage < layers % pp)) for stage in range(pp)]
+    for spec in specs:
+        places = {0} if spec.edge == "first" else {pp - 1} if spec.edge == "last" else set()
+        for stage in places | ({pp - 1} if spec.tied else set()):
+            stages[stage] += _local_elements(spec, layout.tp)
+    return stages
+
+
+def _local_elements(spec: ParamSpec, tp: int) -> int:
+    elements = 1
+    for size in spec.local_shape(tp):
+        elements *= size
+    return elements
