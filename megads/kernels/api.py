@@ -1,0 +1,127 @@
+"""The ops of a transformer block, and the choice of who computes each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megads.config.schema import KernelsConfig
+from megads.errors import KernelUnavailable
+from megads.kernels import compiled, reference, torch_native
+from megads.kernels.types import CrossEntropy
+
+OPERATIONS = (
+    "norm",
+    "activation",
+    "rotary",
+    "attention",
+    "residual",
+    "cross_entropy",
+    "optimizer",
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every op; `megads.kernels.reference` defines what each computes.
+
+    `norm(x, weight, bias | None, eps)`: LayerNorm, or RMSNorm without a bias.
+    `activation(x, kind)`: of the MLP; gated kinds halve the width.
+    `rotary(x, cos, sin, *, head_dim, heads)`: may work in place on x `[tokens, width]`.
+    `attention(q, k, v, pattern, *, dropout, seed)`: `[seq, batch, heads, d]` in,
+    `[seq, batch, heads * d]` out.
+    `residual(x, stream | None, *, dropout, seed)`: stream + dropout(x); may work in place on x.
+    `cross_entropy`: the local halves of the loss, see `CrossEntropy`.
+    `adamw(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, ...)`: flat fp32 tensors, in place.
+    """
+
+    norm: Callable[..., Tensor]
+    activation: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
+    residual: Callable[..., Tensor]
+    cross_entropy: CrossEntropy
+    adamw: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A set of ops, and why it cannot run on a device in a dtype (None: it can)."""
+
+    operations: Callable[[], dict[str, Any]]
+    why_unavailable: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+
+
+def _module_operations(module: Any, cross_entropy: CrossEntropy) -> dict[str, Any]:
+    return {
+        "norm": module.norm,
+        "activation": module.activation,
+        "rotary": module.rotary,
+        "attention": module.attention,
+        "residual": module.residual,
+        "cross_entropy": cross_entropy,
+        "optimizer": module.adamw,
+    }
+
+
+def backends() -> dict[str, Backend]:
+    """All backends by name."""
+    return {
+        "reference": Backend(
+            lambda: _module_operations(reference, reference.ReferenceCrossEntropy())
+        ),
+        "torch": Backend(
+            lambda: _module_operations(torch_native, torch_native.InPlaceCrossEntropy())
+        ),
+        "compiled": Backend(compiled.operations, compiled.why_unavailable),
+    }
+
+
+def select_kernels(
+    config: KernelsConfig, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Kernels, dict[str, str]]:
+    """Kernels for `config`, and the backend of each op for the log.
+
+    An op's own setting goes before `config.name`; a backend named for all ops leaves those it does
+    not have to `auto`. Raises KernelUnavailable, naming the choices, for an unknown backend, one
+    that cannot run on `device`, or one asked for an op that it does not have.
+    """
+    device = torch.device(device)
+    known = backends()
+    opened: dict[str, dict[str, Any]] = {}
+
+    def open_backend(key: str, name: str) -> dict[str, Any]:
+        if name not in known:
+            raise KernelUnavailable(
+                f"{key}={name}: no such backend; choose one of auto, {', '.join(known)}"
+            )
+        reason = known[name].why_unavailable(device, dtype)
+        if reason:
+            raise KernelUnavailable(f"{key}={name} cannot run here: {reason}")
+        return opened.setdefault(name, known[name].operations())
+
+    chosen: dict[str, Any] = {}
+    report: dict[str, str] = {}
+    for operation in OPERATIONS:
+        key, name = f"kernels.{operation}", getattr(config, operation)
+        if name != "auto":
+            found = open_backend(key, name)
+            if operation not in found:
+                have = [n for n in known if operation in known[n].operations()]
+                raise KernelUnavailable(
+                    f"{key}={name}: this backend does not have the op; choose one of auto, "
+                    f"{', '.join(have)}"
+                )
+        else:
+            name = config.name if config.name != "auto" else "torch"
+            found = open_backend("kernels", name)
+            if operation not in found:
+                name = "torch"
+                found = open_backend("kernels", name)
+        chosen[operation], report[operation] = found[operation], name
+    chosen["adamw"] = chosen.pop("optimizer")
+    return Kernels(**chosen), report

@@ -1,0 +1,227 @@
+"""The part of a GPT that one pipeline chunk holds."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megads.config.schema import ModelConfig
+from megads.kernels.api import Kernels
+from megads.kernels.types import AttentionPattern
+from megads.models.block import Block
+from megads.models.context import BuildContext, Pass, recomputed
+from megads.models.families import HEAD, WORD_EMBEDDING, param_specs
+from megads.models.positions import RotaryTable, alibi_slopes
+from megads.models.tokens import TokenGrid
+from megads.parallel.batch import MicroBatch
+from megads.parallel.collectives import all_gather_dim0
+from megads.parallel.mesh import Axis, Mesh
+from megads.parallel.rng import DropoutRng
+from megads.parallel.sharding import ParamSpec
+from megads.tensor_parallel.layers import column_parallel
+from megads.tensor_parallel.loss import vocab_parallel_cross_entropy
+
+Recompute = Literal["none", "selective", "full"]
+EMBEDDING_LAYER = -1
+"""Stands for the embedding where dropout sites are told apart by layer."""
+
+
+class Chunk(Protocol):
+    """What a stage needs to know of its place in the pipeline."""
+
+    @property
+    def layers(self) -> range: ...
+    @property
+    def has_embedding(self) -> bool: ...
+    @property
+    def has_head(self) -> bool: ...
+
+
+class GPTStage(nn.Module):
+    """Embedding, blocks, final norm and head, as far as `plan` puts them here.
+
+    Module names are the canonical ones with global layer indices. A head tied to an embedding on
+    the same stage is that embedding's Parameter; on another stage it is `head.weight` here, with
+    the embedding's spec.
+
+    `specs`: the ParamSpec of every name in `named_parameters()`.
+    `dropout_rng`: to be seeded before each forward pass when anything is dropped.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Chunk,
+        mesh: Mesh,
+        kernels: Kernels,
+        *,
+        sequence_parallel: bool,
+        recompute: str,
+        dtype: torch.dtype,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.config, self.plan, self._tp, self._kernels = config, plan, mesh.tp, kernels
+        self._sequence_parallel = sequence_parallel and mesh.tp.size > 1
+        self._recompute_blocks = recompute == "full"
+        self.specs = stage_specs(config, plan)
+        self.dropout_rng = DropoutRng(mesh.tp.index)
+        self._rotary = RotaryTable(config) if config.position == "rope" else None
+        context = BuildContext(
+            config,
+            self.specs,
+            mesh.tp,
+            kernels,
+            self._sequence_parallel,
+            recompute,
+            dtype,
+            device,
+        )
+        self.embedding = Embedding(context) if plan.has_embedding else None
+        pattern = attention_pattern(config, mesh.tp)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(layer, pattern, context) for layer in plan.layers}
+        )
+        self.final_norm = context.norm("final_norm") if plan.has_head else None
+        self.head: nn.Module | None = None
+        if plan.has_head and HEAD in self.specs:
+            self.head = context.embedding("head")
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Run the chunk on a microbatch.
+
+        `hidden`: `[seq, batch, hidden]` (`[seq / tp, ...]` under sequence parallelism) from the
+        chunk before, ignored by the first. Returns the same from a chunk without the head; with it
+        the fp32 sum over tokens of loss_mask x cross entropy, the same on all tp ranks.
+        """
+        x, grid = self._run(hidden, batch)
+        if self.final_norm is None:
+            return grid.contiguous(x)
+        mask = batch.loss_mask
+        return vocab_parallel_cross_entropy(
+            self._local_logits(x),
+            grid.flatten_ids(batch.labels),
+            grid.flatten_ids(mask) if mask is not None else None,
+            vocab_size=self.config.vocab_size,
+            axis=self._tp,
+            kernel=self._kernels.cross_entropy,
+        )
+
+    def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Logits of a chunk with the head, `[batch, seq, vocab_size]` on every tp rank; no
+        gradient flows through the gathering. `batch.labels` is not read."""
+        x, grid = self._run(hidden, batch)
+        local = self._local_logits(x)
+        if self._tp.size > 1:
+            shares = all_gather_dim0(local.detach()[None], self._tp)
+            local = shares.transpose(0, 1).flatten(1)
+        logits = grid.unflatten(local[:, : self.config.vocab_size].contiguous())
+        return logits.transpose(0, 1)
+
+    def _run(self, hidden: Tensor | None, batch: MicroBatch) -> tuple[Tensor, TokenGrid]:
+        count, seq = batch.tokens.shape
+        grid = TokenGrid(seq, count, batch_first=not self._sequence_parallel)
+        at = self._pass(grid)
+        if self.embedding is not None:
+            x = self.embedding(grid.flatten_ids(batch.tokens), at)
+        elif hidden is None:
+            raise ValueError("a chunk without the embedding needs hidden states")
+        else:
+            x = grid.flatten(hidden)
+        for block in self.blocks.values():
+            if self._recompute_blocks and self.training and torch.is_grad_enabled():
+                x = recomputed(block, x, at)
+            else:
+                x = block(x, at)
+        return x, grid
+
+    def _pass(self, grid: TokenGrid) -> Pass:
+        config = self.config
+        drops = self.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)
+        rotary = None
+        if self._rotary is not None:
+            parameter = next(self.parameters())
+            tables = self._rotary(grid.seq, dtype=parameter.dtype, device=parameter.device)
+            rotary = (grid.repeat(tables[0]), grid.repeat(tables[1]))
+        return Pass(grid, rotary, self.dropout_rng.key if drops else None)
+
+    def _local_logits(self, x: Tensor) -> Tensor:
+        """This rank's columns `[tokens, padded_vocab / tp]`, of the whole sequence."""
+        if self.final_norm is None:
+            raise ValueError("only a chunk with the head has logits")
+        if self.head is not None:
+            weight = self.head.weight
+        else:
+            assert self.embedding is not None
+            weight = self.embedding.word.weight
+        return column_parallel(
+            self.final_norm(x), weight, None, self._tp, sequence_parallel=self._sequence_parallel
+        )
+
+
+class Embedding(nn.Module):
+    """Word embedding, learned positions and embedding norm, as the family has them."""
+
+    position: nn.Module | None
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        config = context.config
+        self._tp, self._sequence_parallel = context.tp, context.sequence_parallel
+        self._residual, self._dropout = context.kernels.residual, config.hidden_dropout
+        self.word = context.embedding("embedding.word")
+        self.position = None
+        if config.position == "learned":
+            self.position = nn.Module()
+            self.position.weight = context.parameter("embedding.position.weight")
+        self.norm = context.norm("embedding.norm") if config.embedding_norm else None
+
+    def forward(self, ids: Tensor, at: Pass) -> Tensor:
+        """`ids` `[tokens]` -> `[tokens, hidden]`, or this rank's `[tokens / tp, hidden]`."""
+        x: Tensor = self.word(ids)
+        if self.position is not None:
+            x = at.grid.add_positions(x, self._positions(at.grid.seq))
+        if self.norm is not None:
+            x = self.norm(x)
+        if at.dropout is not None and self._dropout:
+            seed = at.dropout.site(EMBEDDING_LAYER, "embedding", sharded=self._sequence_parallel)
+            x = self._residual(x, None, dropout=self._dropout, seed=seed)
+        return x
+
+    def _positions(self, seq: int) -> Tensor:
+        """Rows of the position embedding for the positions that this rank holds."""
+        assert self.position is not None
+        table: Tensor = self.position.weight
+        if seq > len(table):
+            raise ValueError(f"{seq} positions were given to a model that has {len(table)}")
+        first, share = 0, seq
+        if self._sequence_parallel:
+            share = seq // self._tp.size
+            first = self._tp.index * share
+        return table[first : first + share]
+
+
+def stage_specs(config: ModelConfig, plan: Chunk) -> dict[str, ParamSpec]:
+    """Specs of the parameters of a chunk, by their name in its GPTStage, in model order."""
+    specs: dict[str, ParamSpec] = {}
+    for spec in param_specs(config):
+        here = spec.layer in plan.layers if spec.layer is not None else False
+        at_edge = {"first": plan.has_embedding, "last": plan.has_head}
+        if here or (spec.edge is not None and at_edge[spec.edge]):
+            specs[spec.name] = spec
+    if config.tie_embeddings and plan.has_head and not plan.has_embedding:
+        (tied,) = (spec for spec in param_specs(config) if spec.name == WORD_EMBEDDING)
+        specs[HEAD] = tied
+    return specs
+
+
+def attention_pattern(config: ModelConfig, tp: Axis) -> AttentionPattern:
+    """The pattern of this rank's heads."""
+    slopes = None
+    if config.position == "alibi":
+        share = config.num_attention_heads // tp.size
+        every = alibi_slopes(config.num_attention_heads)
+        slopes = every[tp.index * share : (tp.index + 1) * share]
+    return AttentionPattern(config.attention_window, slopes)
