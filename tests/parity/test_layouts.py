@@ -1,0 +1,198 @@
+"""The curve of a run does not depend on its layout: loss and gradient norm, 20 steps, fp32.
+
+The single process is itself held against a dense oracle in test_dense_oracle.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import training
+from tests.distributed import RemoteFailure, Workers
+from tests.training import FAMILIES, assert_same_curve, run_training, tiny_config, write_tokens
+
+SP = "parallel.sequence_parallel=true"
+LAYOUTS: dict[str, list[str]] = {
+    "tp2": ["parallel=tp2"],
+    "tp2 sp": ["parallel=tp2", SP],
+    "pp2": ["parallel=pp2"],
+    "pp3 gpipe": ["parallel=pp3", "parallel.schedule=gpipe"],
+    "dp2": ["parallel=dp2"],
+    "dp4zero1 small buckets": ["parallel=dp4zero1", "parallel.bucket_mb=0.002"],
+    "tp2pp2": ["parallel=tp2pp2"],
+    "tp2pp2 sp": ["parallel=tp2pp2", SP],
+    "tp2dp2zero1": ["parallel=tp2dp2zero1"],
+    "pp2dp2zero1": ["parallel=pp2dp2zero1"],
+    "pp2vpp2": ["parallel=pp2vpp2"],
+    "tp4 with 2 kv heads": ["parallel=tp4"],
+    "tp4 with 2 kv heads sp": ["parallel=tp4", SP],
+    "micro batch 1": ["train.micro_batch_size=1"],
+    "micro batch 4": ["train.micro_batch_size=4"],
+    "micro batch 1 pp2": ["parallel=pp2", "train.micro_batch_size=1"],
+    "reference kernels": ["kernels=reference"],
+}
+SOME = ("tp2 sp", "pp2dp2zero1", "tp4 with 2 kv heads")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def single(
+    tmp_path_factory: pytest.TempPathFactory, data: str, workers: Workers
+) -> dict[str, list[dict[str, Any]]]:
+    curves = {}
+    for family in FAMILIES:
+        config = tiny_config(tmp_path_factory.mktemp("single"), data, family)
+        curves[family] = run_training(workers, config)
+    return curves
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_curve(
+    tmp_path: Path, data: str, workers: Workers, single: dict[str, Any], family: str, layout: str
+) -> None:
+    if family in ("bloom", "neox") and layout not in SOME:
+        pytest.skip("the layouts that matter to this family's own parts are enough")
+    got = run_training(workers, tiny_config(tmp_path, data, family, *LAYOUTS[layout]))
+    assert len(got) == 20
+    assert_same_curve(got, single[family])
+    losses = training.column(got, "loss")
+    assert losses[-3:].mean() < losses[:3].mean(), "nothing was learned: the check would be empty"
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_initial_weights_are_bitwise_equal(
+    tmp_path: Path, data: str, workers: Workers, family: str
+) -> None:
+    def weights(*overrides: str) -> dict[str, torch.Tensor]:
+        config = tiny_config(tmp_path / "_".join(overrides), data, family, *overrides)
+        world = training.world_size(config)
+        return training.assemble(
+            workers(world).run(training.gathered_weights, config, ["param"])
+        )
+
+    want = weights()
+    matrices = [k for k in want if want[k].dim() == 2]
+    for a, b in zip(matrices, matrices[1:], strict=False):
+        assert want[a].shape != want[b].shape or not torch.equal(want[a], want[b])
+    for layout in ("tp2", "tp4", "pp2", "dp2zero1", "tp2pp2"):
+        got = weights(f"parallel={layout}")
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    other = weights("train.seed=77")
+    assert not any(torch.equal(other[key], want[key]) for key in matrices)
+
+
+# Each fault below is one that keeps a falling, plausible loss; the curve must show it.
+
+
+def _patched(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    return lambda: setattr(owner, name, original)
+
+
+def skip_copies(rank: int, kind: str) -> Callable[[], None]:
+    """Gradients of one kind of bucket are not summed over their copies."""
+    from megads.zero.grads import BucketReducer
+
+    original = BucketReducer.sum_copies
+
+    def sum_copies(self: BucketReducer) -> None:
+        if self.bucket.plan.kind != kind:
+            original(self)
+
+    return _patched(BucketReducer, "sum_copies", sum_copies)
+
+
+def skip_reduction(rank: int) -> Callable[[], None]:
+    """Data-parallel ranks keep their own gradients."""
+    from megads.zero.grads import BucketReducer
+
+    return _patched(BucketReducer, "_start", lambda self: None)
+
+
+def forget_last_microbatch(rank: int) -> Callable[[], None]:
+    """The gradient of all but the first microbatch is lost."""
+    from megads.zero.grads import BucketSink
+
+    original = BucketSink._contributed
+
+    def contributed(self: BucketSink) -> None:
+        original(self)
+        self.is_fresh = True
+
+    return _patched(BucketSink, "_contributed", contributed)
+
+
+def mean_of_means(rank: int) -> Callable[[], None]:
+    """The gradient is divided by this rank's tokens instead of all ranks'."""
+    from megads.train import step
+
+    original = step.count_loss_tokens
+    return _patched(
+        step,
+        "count_loss_tokens",
+        lambda microbatches, parts: original(microbatches, parts) // parts.mesh.dp.size,
+    )
+
+
+def same_samples(rank: int) -> Callable[[], None]:
+    """All data-parallel ranks read the first one's samples."""
+    from megads.data.loader import TokenLoader
+
+    original = TokenLoader.batches
+
+    def batches(self: TokenLoader, *args: int) -> Any:
+        return original(self, *args[:-1], 0)
+
+    return _patched(TokenLoader, "batches", batches)
+
+
+def local_norm(rank: int) -> Callable[[], None]:
+    """Each rank clips by the norm of what it holds."""
+    from megads.parallel.mesh import Mesh
+    from megads.zero import optimizer
+
+    original = optimizer.global_norm
+    return _patched(
+        optimizer, "global_norm", lambda unique, mesh: original(unique, Mesh.single())
+    )
+
+
+FAULTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "norms partial": ("tp2 sp", skip_copies, ("tp_partial",)),
+    "tied embedding partial": ("pp2", skip_copies, ("tied",)),
+    "kv heads partial": ("tp4 with 2 kv heads", skip_copies, ("kv_copies",)),
+    "no data-parallel sum": ("dp2", skip_reduction, ()),
+    "no data-parallel sum zero1": ("dp4zero1 small buckets", skip_reduction, ()),
+    "accumulation lost": ("micro batch 1", forget_last_microbatch, ()),
+    "mean of means": ("dp2", mean_of_means, ()),
+    "same samples": ("dp2", same_samples, ()),
+    "norm of a stage": ("pp2", local_norm, ()),
+    "norm of a tp rank": ("tp2", local_norm, ()),
+    "norm of a zero shard": ("tp2dp2zero1", local_norm, ()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_negative_control(
+    tmp_path: Path, data: str, workers: Workers, single: dict[str, Any], fault: str
+) -> None:
+    layout, spoil, args = FAULTS[fault]
+    config = tiny_config(tmp_path, data, "gpt", *LAYOUTS[layout])
+    try:
+        got = run_training(workers, config, spoil, *args)
+    except RemoteFailure:
+        return
+    with pytest.raises(AssertionError):
+        assert_same_curve(got, single["gpt"], rtol=1e-4)

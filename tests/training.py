@@ -1,0 +1,163 @@
+"""Whole training runs inside the worker pools, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megads.config.compose import compose
+from megads.config.schema import Config
+from megads.data.indexed import TokenWriter
+from megads.launch.env import RankInfo
+from tests.distributed import Workers
+
+# Sizes that no two things share: 5 layers, a prime vocabulary, KV heads != heads != head size,
+# a feed-forward width that is not a multiple of the hidden size.
+SIZES = [
+    "model.num_layers=5",
+    "model.hidden_size=24",
+    "model.num_attention_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=10",
+    "model.ffn_hidden_size=44",
+    "model.vocab_size=101",
+    "model.vocab_multiple=8",
+    "model.max_seq_length=16",
+]
+FAMILIES = {
+    "gpt": ["model.norm=layernorm", "model.activation=gelu_tanh", "model.position=learned"],
+    "llama": [
+        "model.norm=rmsnorm",
+        "model.activation=swiglu",
+        "model.position=rope",
+        "model.qkv_bias=false",
+        "model.attn_out_bias=false",
+        "model.mlp_bias=false",
+        "model.qk_norm=true",
+        "model.tie_embeddings=false",
+    ],
+    "bloom": ["model.position=alibi", "model.embedding_norm=true", "model.vocab_multiple=128"],
+    "neox": [
+        "model.position=rope",
+        "model.rope_fraction=0.4",
+        "model.parallel_residual=true",
+        "model.tie_embeddings=false",
+    ],
+}
+RUN = [
+    "train.steps=20",
+    "train.seq_length=16",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=8",
+    "optim.lr=1e-2",
+    "optim.min_lr=1e-3",
+    "optim.total=20",
+    "optim.warmup=3",
+    "optim.clip=0.5",
+    "model.init_std=0.2",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "checkpoint.save_last=false",
+    "logging.every=1",
+    "recipe=null",
+]
+
+
+def write_tokens(prefix: Path, *, vocab_size: int = 101, documents: int = 40) -> str:
+    """A token file in which the next token can be learned a little; returns its prefix."""
+    rng = np.random.default_rng(5)
+    with TokenWriter(prefix, np.uint16) as writer:
+        for _ in range(documents):
+            length = int(rng.integers(5, 120))
+            tokens = rng.integers(0, vocab_size, length)
+            repeats = rng.random(length) < 0.5
+            tokens[1:] = np.where(repeats[1:], (tokens[:-1] * 7 + 3) % vocab_size, tokens[1:])
+            writer.add_document(tokens)
+    return str(prefix)
+
+
+def tiny_config(run_dir: Path, data: str, family: str, *overrides: str) -> Config:
+    """The configuration of a small run of `family` in fp32, the same whatever the layout."""
+    wanted = [*SIZES, *FAMILIES[family], *RUN, f"run.dir={run_dir}", f"data.paths=[{data}]"]
+    keys = {o.split("=", 1)[0] for o in overrides}
+    return compose([o for o in wanted if o.split("=", 1)[0] not in keys] + list(overrides))
+
+
+def world_size(config: Config) -> int:
+    parallel = config.parallel
+    return parallel.tp * parallel.pp * (parallel.dp or 1)
+
+
+def pool_info(rank: int, world: int) -> RankInfo:
+    return RankInfo(rank, world, rank, world, 0, "cpu", "gloo", "", 0, "torchrun")
+
+
+def train_rank(
+    rank: int, world: int, config: Config, before: Callable[..., Any] | None, *args: Any
+) -> int:
+    """One rank of a run; `before(rank, *args)` may spoil something and returns how to undo it."""
+    from megads.train.loop import train
+
+    undo = before(rank, *args) if before is not None else None
+    try:
+        return train(config, pool_info(rank, world))
+    finally:
+        if undo is not None:
+            undo()
+
+
+def run_training(
+    workers: Workers, config: Config, before: Callable[..., Any] | None = None, *args: Any
+) -> list[dict[str, Any]]:
+    """Train in a pool of the layout's size; the lines of metrics.jsonl."""
+    world = world_size(config)
+    statuses = workers(world).run(train_rank, config, before, *args, timeout=120)
+    assert set(statuses) == {0}
+    return read_metrics(Path(config.run.dir))
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def column(lines: Sequence[dict[str, Any]], name: str) -> Tensor:
+    return torch.tensor([line[name] for line in lines if name in line], dtype=torch.float64)
+
+
+def assert_same_curve(
+    got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]], rtol: float = 1e-5
+) -> None:
+    for name in ("loss", "grad_norm"):
+        torch.testing.assert_close(column(got, name), column(want, name), rtol=rtol, atol=0)
+
+
+def gathered_weights(rank: int, world: int, config: Config, kinds: Sequence[str]) -> Any:
+    """Every rank's owned pieces right after building the run: (key, global shape, offset, data)."""
+    from megads.train.build import build
+
+    parts = build(config, pool_info(rank, world))
+    parts.loader.close()
+    parts.metrics.close()
+    return [
+        (p.key, p.global_shape, p.offset, p.view().clone())
+        for p in parts.optimizer.pieces(only_owned=True, kinds=kinds)
+    ]
+
+
+def assemble(per_rank: Sequence[Any]) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' pieces; every element must be there exactly once."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for key, shape, offset, data in (piece for pieces in per_rank for piece in pieces):
+        index = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
+        whole.setdefault(key, torch.full(shape, float("nan")))[index] = data
+        seen.setdefault(key, torch.zeros(shape, dtype=torch.int))[index] += 1
+    assert all(bool((count == 1).all()) for count in seen.values())
+    return whole
