@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from megads.config.schema import Config
-from megads.config.validate import resolve_layout, validate
+from megads.config.validate import check, make_run_dir
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.launch.env import Started, rank_info, started, this_machine
 from megads.launch.local import handed_over, launch_local, received
 from megads.launch.signals import StopRequest
 from megads.launch.worker import describe, end_with, exit_status, leave, record_failure
-from megads.launch.world import local_layout
+from megads.launch.world import check_fits, local_layout
 
 
 def main() -> None:
@@ -30,8 +30,11 @@ def main() -> None:
 def _launch(config: Config) -> int:
     """Check everything that can be checked without starting anything, then run the workers."""
     try:
-        layout = local_layout(config, this_machine(), sys.argv[1:])
-        validate(config, layout.world_size)
+        machine = this_machine()
+        layout = local_layout(config, machine)
+        check(config, layout.world_size)
+        check_fits(config, layout, machine, sys.argv[1:])
+        make_run_dir(config)
         with handed_over(config) as arguments:
             return launch_local(config, layout.world_size, ["-m", "megads.cli.train", *arguments])
     except MegadsError as error:
@@ -58,8 +61,8 @@ def _train(arguments: Sequence[str]) -> int:
         config = compose(arguments)
     info = rank_info(config.launch.backend)
     assert info is not None
-    resolve_layout(config, info.world_size)
-    validate(config, info.world_size)
+    check(config, info.world_size)
+    make_run_dir(config)
     from megads.parallel.start import start_process_group, stop_process_group
     from megads.train.loop import train
 

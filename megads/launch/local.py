@@ -15,6 +15,7 @@ import megads
 from megads.config.schema import Config
 from megads.errors import WorkerFailure
 from megads.launch.env import exported, this_machine, worker_environment
+from megads.launch.world import usable_gpus
 
 if TYPE_CHECKING:
     from megads.launch.agent import JobEnd, WorkerEnd
@@ -35,7 +36,7 @@ def launch_local(config: Config, nproc: int, command: Sequence[str]) -> int:
     variables = worker_environment(
         threads=config.launch.threads,
         tune_allocator=config.launch.tune_allocator,
-        on_cpu=config.launch.backend == "gloo" or machine.gpus == 0,
+        on_cpu=usable_gpus(config, machine) == 0,
         workers=nproc,
         cores=machine.cores,
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from megads.config.schema import Config, ParallelConfig
+from megads.config.schema import Config
 from megads.errors import LayoutError
-from megads.launch.env import RankInfo
 from megads.launch.machine import Machine
 from megads.models.flops import state_bytes
 from megads.parallel.layout import ParallelLayout
@@ -18,57 +17,50 @@ GPUS_PER_NODE = 8
 TRY_HERE = "model=gpt-tiny parallel=tp2pp2"
 
 
-def layout_for(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-    """The layout on `world_size` processes; dp, when not given, takes what tp and pp leave.
+def local_layout(config: Config, machine: Machine) -> ParallelLayout:
+    """The layout to start on this machine when no launcher started us.
 
-    Raises LayoutError when the sizes do not multiply to the world size.
+    dp, when it is not given, fills the GPUs; on the CPU it is 1.
     """
-    model = parallel.tp * parallel.pp
-    dp = parallel.dp or max(1, world_size // model)
-    layout = ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=dp)
-    if layout.world_size != world_size:
-        sizes = f"tp={parallel.tp} x pp={parallel.pp}" + (f" x dp={dp}" if parallel.dp else "")
-        needs = f"a multiple of {model}" if parallel.dp is None else str(layout.world_size)
-        raise LayoutError(
-            f"parallel: {sizes} needs {needs} processes, but the job has {world_size}; "
-            f"start {needs}, or change parallel.tp, parallel.pp or parallel.dp"
-        )
-    return layout
+    model = config.parallel.tp * config.parallel.pp
+    dp = config.parallel.dp or max(1, usable_gpus(config, machine) // model)
+    return ParallelLayout(tp=config.parallel.tp, pp=config.parallel.pp, dp=dp)
 
 
-def check_world(config: Config, info: RankInfo) -> ParallelLayout:
-    """The layout of a job that a launcher started; raises LayoutError when its size is wrong."""
-    return layout_for(config.parallel, info.world_size)
+def usable_gpus(config: Config, machine: Machine) -> int:
+    """GPUs that this run may compute on: none when it asks for gloo."""
+    return 0 if config.launch.backend == "gloo" else machine.gpus
 
 
-def local_layout(config: Config, machine: Machine, arguments: Sequence[str]) -> ParallelLayout:
-    """The layout to start on this machine, where no launcher started us.
+def check_fits(
+    config: Config, layout: ParallelLayout, machine: Machine, arguments: Sequence[str]
+) -> None:
+    """Raise LayoutError when this machine has too few GPUs for `layout` or too little memory.
 
-    On GPUs one process each, dp filling them when it is not given; without any, as many processes
-    on the CPU as the layout has. Raises LayoutError, which says what there is and how to start the
-    same command elsewhere, when there are too few GPUs or too little memory.
+    With GPUs each process needs its own; without any, processes share the CPU as long as their
+    model states fit. The message says what there is and how the command `arguments` starts
+    elsewhere. `config` has passed validation.
     """
-    parallel = config.parallel
-    gpus = 0 if config.launch.backend == "gloo" else machine.gpus
-    model = parallel.tp * parallel.pp
-    dp = parallel.dp or max(1, gpus // model)
-    layout = ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=dp)
+    gpus = usable_gpus(config, machine)
+    world = layout.world_size
+    if gpus and world > gpus:
+        has = f"has {gpus} GPU{'s' * (gpus > 1)}"
+        raise LayoutError(_refusal(layout, arguments, has, gpus=gpus))
     if gpus:
-        if layout.world_size > gpus:
-            has = f"has {gpus} GPU{'s' * (gpus > 1)}"
-            raise LayoutError(_refusal(layout, arguments, has, gpus=gpus))
-        return layout
-    states = state_bytes(config, layout) * layout.world_size
-    needed = states + layout.world_size * PROCESS_BYTES
+        return
+    if config.launch.backend == "nccl":
+        raise LayoutError(_refusal(layout, arguments, "has no GPU", gpus=0))
+    states = state_bytes(config, layout) * world
+    needed = states + world * PROCESS_BYTES
     if machine.free_bytes is not None and needed > machine.free_bytes:
-        processes = f"{layout.world_size} process{'es' * (layout.world_size > 1)}"
+        processes = f"{world} process{'es' * (world > 1)}"
         has = (
-            f"has no GPU, and on its CPU {processes} would take about {_gb(needed)} of memory "
-            f"({_gb(states)} for weights, gradients and optimizer state of {config.model.name}) "
-            f"of which {_gb(machine.free_bytes)} is free"
+            f"has no GPU{' in use (launch.backend=gloo)' * bool(machine.gpus)}, and on its CPU "
+            f"{processes} would take about {_gb(needed)} of memory, {_gb(states)} of it for "
+            f"weights, gradients and optimizer state of {config.model.name}; "
+            f"{_gb(machine.free_bytes)} is free"
         )
         raise LayoutError(_refusal(layout, arguments, has, gpus=0))
-    return layout
 
 
 def _refusal(layout: ParallelLayout, arguments: Sequence[str], has: str, *, gpus: int) -> str:
@@ -87,7 +79,10 @@ def _refusal(layout: ParallelLayout, arguments: Sequence[str], has: str, *, gpus
             f"torchrun --nnodes={nodes} --nproc-per-node={per_node} "
             "--rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500"
         )
-    srun = f"srun --nodes={nodes} --ntasks-per-node={per_node} --gpus-per-node={per_node}"
+    srun = (
+        f"srun --nodes={nodes} --ntasks-per-node={per_node} --gpus-per-node={per_node} "
+        "--kill-on-bad-exit=1"
+    )
     lines = [
         f"parallel: tp={layout.tp} x pp={layout.pp} x dp={layout.dp} needs {world} "
         f"device{'s' * (world > 1)}; this machine {has}.",

@@ -1,0 +1,30 @@
+"""Stop requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megads.launch.signals import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_is_remembered_and_handlers_are_put_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested and stop.reason is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested and stop.reason == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_an_inner_request_knows_of_earlier_signals() -> None:
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with StopRequest() as inner:
+            assert inner.requested and inner.reason == "SIGUSR1"
+    with StopRequest() as later:
+        assert not later.requested
