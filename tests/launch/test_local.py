@@ -1,0 +1,153 @@
+"""Workers on one machine: their environment, their failures, their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megads.config.compose import compose
+from megads.errors import WorkerFailure
+from megads.launch import env
+from megads.launch.agent import JobEnd, WorkerEnd
+from megads.launch.local import first_failure, handed_over, launch_local, received
+
+WORKLOAD = str(Path(__file__).with_name("workload.py"))
+LAUNCHER = f"""
+import sys
+from megads.config.compose import compose
+from megads.launch.local import launch_local
+try:
+    status = launch_local(compose(), 2, [{WORKLOAD!r}, *sys.argv[1:]])
+except Exception as error:
+    print(error)
+    status = 1
+sys.exit(status)
+"""
+
+
+def _alive(directory: Path) -> list[int]:
+    pids = [int(path.read_text()) for path in directory.glob("pid-*")]
+    assert pids
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+def _launcher(what: str, directory: Path) -> subprocess.Popen[str]:
+    """A launcher of two workers in a process of its own, once both can be signalled."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, what, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    _until(lambda: len(list(directory.glob("ready-*"))) == 2)
+    return process
+
+
+def test_workers_get_ranks_threads_and_allocator_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
+    before = dict(os.environ)
+    assert launch_local(compose(), 2, [WORKLOAD, "environment", str(tmp_path)]) == 0
+    threads = max(1, env.this_machine().cores // 2)
+    for rank in range(2):
+        assert (tmp_path / f"environment-{rank}").read_text().splitlines() == [
+            f"RANK={rank}",
+            "WORLD_SIZE=2",
+            f"OMP_NUM_THREADS={threads}",
+            "GLIBC_TUNABLES=glibc.malloc.arena_max=2",
+            "MALLOC_TRIM_THRESHOLD_=68719476736",
+        ]
+    assert dict(os.environ) == before
+    assert not _alive(tmp_path)
+
+
+def test_one_failure_ends_all_and_its_traceback_comes_first(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerFailure) as failure:
+        launch_local(compose(), 3, [WORKLOAD, "fail", str(tmp_path)])
+    assert time.monotonic() - start < 20
+    lines = str(failure.value).splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-2] == "ValueError: the first thing that went wrong"
+    assert lines[-1] == "rank 1 failed with exit status 1; rank 0 failed after it"
+    assert failure.value.exit_status == 1
+    assert not _alive(tmp_path)
+
+
+def test_a_crash_is_named_before_the_errors_it_causes(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match=r"\Arank 1 was ended by SIGSEGV") as failure:
+        launch_local(compose(), 2, [WORKLOAD, "crash", str(tmp_path)])
+    assert failure.value.exit_status == 1
+
+
+def test_refusals_keep_their_status_and_have_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure) as failure:
+        launch_local(compose(), 2, [WORKLOAD, "refuse", str(tmp_path)])
+    assert str(failure.value) == "parallel.tp=3 is impossible"
+    assert failure.value.exit_status == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_is_passed_on_and_workers_may_save(tmp_path: Path, number: signal.Signals) -> None:
+    process = _launcher("stop", tmp_path)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert output == ""
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert not _alive(tmp_path)
+
+
+def test_second_interrupt_kills(tmp_path: Path) -> None:
+    process = _launcher("deaf", tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped by a signal before anything could be saved" in output
+    assert not _alive(tmp_path)
+
+
+def test_workers_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    process = _launcher("deaf", tmp_path)
+    assert len(_alive(tmp_path)) == 2
+    process.kill()
+    process.communicate(timeout=60)
+    _until(lambda: not _alive(tmp_path), seconds=10)
+
+
+def test_first_failure_of_what_the_agent_saw() -> None:
+    told = WorkerEnd(0, -15, when=1.0, told_to_leave=True)
+    killed_by_us = WorkerEnd(3, -9, when=0.5, told_to_leave=True)
+    late, early = WorkerEnd(1, 1, "late", 3.0), WorkerEnd(2, 1, "early", 2.0)
+    crash = WorkerEnd(4, -11, when=9.0)
+    assert first_failure([told, late, early, killed_by_us]) is early
+    assert first_failure([told, late, early, crash, killed_by_us]) is crash
+    assert JobEnd((told,)).failures == (told,)
+
+
+def test_configuration_is_handed_over_unchanged() -> None:
+    config = compose(["model=llama3-8b", "parallel=tp2pp2", "optim.lr=0.1234567890123"])
+    with handed_over(config) as arguments:
+        assert received(arguments) == config
+        assert received(["model=gpt-tiny"]) is None
+        assert received([]) is None

@@ -1,0 +1,80 @@
+"""A stand-in for a worker: does one thing that a worker can do, chosen by the first argument."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megads.errors import LayoutError
+from megads.launch.env import started
+from megads.launch.worker import end_with, exit_status, leave, record_failure
+
+
+def main() -> None:
+    place = started()
+    assert place is not None
+    what, directory = sys.argv[1], Path(sys.argv[2])
+    end_with(place.launcher_pid, interval_s=0.1)
+    (directory / f"pid-{place.rank}").write_text(str(os.getpid()))
+    try:
+        act(what, place.rank, directory)
+    except BaseException as error:
+        record_failure(error, place.error_file)
+        leave(exit_status(error))
+    leave(0)
+
+
+def act(what: str, rank: int, directory: Path) -> None:
+    if what == "environment":
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "OMP_NUM_THREADS",
+            "GLIBC_TUNABLES",
+            "MALLOC_TRIM_THRESHOLD_",
+        )
+        lines = [f"{name}={os.environ.get(name)}" for name in names]
+        (directory / f"environment-{rank}").write_text("\n".join(lines))
+    elif what in ("fail", "crash"):
+        # Rank 1 fails; rank 0 notices and fails of that; the others ignore requests to leave.
+        if rank == 1:
+            if what == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            raise ValueError("the first thing that went wrong")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            wait_for_end_of(directory / "pid-1")
+            raise ConnectionError("a peer is gone")
+        time.sleep(60)
+    elif what == "refuse":
+        raise LayoutError("parallel.tp=3 is impossible")
+    elif what == "stop":
+        # Like a training loop: finish the step, save, leave with 3.
+        asked: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        (directory / f"ready-{rank}").touch()
+        while not asked:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        (directory / f"saved-{rank}").touch()
+        leave(3)
+    elif what == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (directory / f"ready-{rank}").touch()
+        time.sleep(60)
+
+
+def wait_for_end_of(file: Path) -> None:
+    """Return when the process whose id is in `file` is gone, or a zombie."""
+    while not file.exists() or not file.read_text():
+        time.sleep(0.01)
+    stat = Path("/proc", file.read_text(), "stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
