@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -119,6 +120,7 @@ def measure(
 def main() -> int:
     """Run everything asked for, print the table, write the JSON; 1 if a contender has no result."""
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     all_rows = rows(Size(args.layers, args.hidden, args.heads, args.seq, args.vocab))
     cases = [
         (all_rows[name], dtype) for name in args.rows.split(",") for dtype in args.dtypes.split(",")

@@ -165,7 +165,7 @@ def run_megads(
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     run.step_s = [line["step_time_s"] for line in lines]
     run.loss = [line["loss"] for line in lines]
-    run.foreign += [math.inf] * (len(lines) - len(run.foreign))
+    run.foreign += [float(CORES)] * (len(lines) - len(run.foreign))
     run.reported_peak_mb = max(line["peak_memory_bytes"] for line in lines) / 2**20
     if any(line["tokens"] != step_tokens * (i + 1) for i, line in enumerate(lines)):
         run.problem = run.problem or f"a step is not {step_tokens} tokens"

@@ -23,8 +23,8 @@ class Line:
     clean: bool
     step_peak_mb: float
     peak_mb: float
-    ratio: float = float("nan")
-    memory_ratio: float = float("nan")
+    ratio: float | None = None
+    memory_ratio: float | None = None
     note: str = ""
 
 
@@ -89,8 +89,12 @@ def table(lines: list[Line]) -> str:
         text.append(
             f"{line.row:8s} {line.dtype:5s} {line.contender:18s} {line.step_s:8.3f} "
             f"{line.fastest_s:8.3f} {line.steps:5d}{' ' if line.clean else '!'} "
-            f"{line.ratio:7.3f} {line.step_peak_mb:8.0f} {line.memory_ratio:7.3f} "
+            f"{_ratio(line.ratio)} {line.step_peak_mb:8.0f} {_ratio(line.memory_ratio)} "
             f"{line.peak_mb:8.0f}{'' if line.eager else '  compiled'}  {line.note}"
         )
     text.append("x best: to the fastest eager peer of the row.  !: no clean step, all steps taken.")
     return "\n".join(text)
+
+
+def _ratio(value: float | None) -> str:
+    return " " * 7 if value is None else f"{value:7.3f}"
