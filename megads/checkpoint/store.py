@@ -24,7 +24,7 @@ from megads.checkpoint.writer import (
     WrittenFile,
     make_manifest,
     piece_info,
-    state_digest,
+    state_digests,
     write_share,
 )
 from megads.config.schema import ModelConfig
@@ -160,14 +160,18 @@ class CheckpointStore:
         """Exchange what every rank holds and agree on who writes what; nothing is written yet."""
         mine: list[TensorPiece] = []
 
-        def describe() -> tuple[list[PieceInfo], str, str]:
+        def describe() -> tuple[list[PieceInfo], dict[str, str], str]:
             mine.extend(piece for piece in pieces if piece.numel)
-            return [piece_info(piece) for piece in mine], state_digest(state), secrets.token_hex(4)
+            return [piece_info(piece) for piece in mine], state_digests(state), secrets.token_hex(4)
 
         tables, digests, nonces = zip(*self._together(doing, describe), strict=True)
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise CheckpointError(f"{doing}: the state of ranks {different} differs from rank 0's")
+        for rank, entries in enumerate(digests):
+            different = {name for name, _ in entries.items() ^ digests[0].items()}
+            if different:
+                raise CheckpointError(
+                    f"{doing}: the training state must be the same on all ranks, but rank {rank}'s "
+                    f"differs from rank 0's in {', '.join(sorted(different))}"
+                )
         try:
             writes = assign_writers(tables)
         except CheckpointError as error:

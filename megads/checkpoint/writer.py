@@ -82,13 +82,24 @@ def piece_info(piece: TensorPiece) -> PieceInfo:
     )
 
 
-def state_digest(state: Mapping[str, Any]) -> str:
-    """Fingerprint of the state. Raises CheckpointError if it is not plain JSON."""
-    try:
-        text = json.dumps(state, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the training state is not plain JSON: {error}") from error
-    return hashlib.sha256(text.encode()).hexdigest()
+def state_digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """A fingerprint of every entry of the state, down to the entries of its own tables.
+
+    Raises CheckpointError if the state is not plain JSON.
+    """
+    digests = {}
+    for key, value in state.items():
+        table = value if isinstance(value, Mapping) else None
+        leaves = {key: value} if table is None else {f"{key}.{k}": v for k, v in table.items()}
+        for name, leaf in leaves.items():
+            try:
+                text = json.dumps(leaf, sort_keys=True, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{name} of the training state is not plain JSON: {error}"
+                ) from error
+            digests[name] = hashlib.sha256(text.encode()).hexdigest()
+    return digests
 
 
 def _split(table: Sequence[PieceInfo], indices: Sequence[int], limit: int) -> list[list[int]]:
