@@ -101,7 +101,8 @@ def _explain(first: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
         lines.append(f"rank {first.rank} failed with exit status {first.status}")
     others = [end.rank for end in ends if end is not first and not end.told_to_leave]
     if others and first.status != 2:
-        lines[-1] += f"; ranks {', '.join(map(str, others))} failed after it"
+        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        lines[-1] += f"; {ranks} failed after it"
     return "\n".join(lines)
 
 
