@@ -1,0 +1,134 @@
+"""The token files of a run, made from text where the configuration names text.
+
+`data.paths` entries may be prefixes of token files, which are used where they are, or `.txt` and
+`.jsonl` files, or `demo`, the text shipped with the package. Text is tokenized into
+`run.dir/data/`; the name of the result carries a hash of everything it depends on, so a second
+start uses it again and a change of the text or the tokenizer makes a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from megads.config.schema import Config
+from megads.data import indexed
+from megads.data.preprocess import preprocess
+from megads.data.tokenizer import load_tokenizer, require_eod, tokenizer_file
+from megads.errors import DataError
+
+DEMO = "demo"
+TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
+_CORPUS = Path(__file__).with_name("corpus") / "shakespeare.txt.gz"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResolvedData:
+    """Prefixes of the token files that training and validation read.
+
+    `valid` is empty when validation takes its share of the training files. `vocab_size` is the
+    tokenizer's when a text was tokenized with it, None when only ready token files are used.
+    """
+
+    train: tuple[str, ...]
+    valid: tuple[str, ...]
+    vocab_size: int | None
+
+
+def data_problems(config: Config) -> list[str]:
+    """What is wrong with the data settings, without reading any data: for checks before a start."""
+    data, problems = config.data, []
+    if not data.paths:
+        problems.append("data.paths is empty; name token files or texts, or use data=demo")
+    if data.weights is not None and len(data.weights) != len(data.paths):
+        problems.append(
+            f"data.weights has {len(data.weights)} entries for {len(data.paths)} data.paths"
+        )
+    texts = False
+    for key, paths in (("data.paths", data.paths), ("data.valid_paths", data.valid_paths)):
+        for path in paths:
+            texts = texts or is_text(path)
+            if path == DEMO or (is_text(path) and Path(path).is_file()) or indexed.exists(path):
+                continue
+            wanted = (
+                "no such file"
+                if is_text(path)
+                else f"neither {path}.bin with {path}.idx nor a text ({', '.join(TEXT_SUFFIXES)})"
+            )
+            problems.append(f"{key}: {path}: {wanted}")
+    if texts and data.tokenizer != "byte":
+        try:
+            tokenizer_file(data.tokenizer)
+        except DataError as error:
+            problems.extend(error.problems)
+    return problems
+
+
+def is_text(path: str) -> bool:
+    """Whether an entry of `data.paths` is tokenized first, rather than opened as it is."""
+    return path == DEMO or path.endswith(TEXT_SUFFIXES)
+
+
+def prepare_data(config: Config) -> ResolvedData:
+    """Make the token files that are missing and say where all of them are.
+
+    One rank calls this before the others do; for them everything is there and nothing is written.
+    Raises DataError with every problem of the settings, and for text that cannot be tokenized.
+    """
+    problems = data_problems(config)
+    if problems:
+        raise DataError(problems)
+    data = config.data
+    vocab_size = None
+    if any(is_text(path) for path in (*data.paths, *data.valid_paths)):
+        tokenizer = load_tokenizer(data.tokenizer)
+        if data.append_eod:
+            require_eod(tokenizer)
+        vocab_size = tokenizer.vocab_size
+        if vocab_size > config.model.vocab_size:
+            raise DataError(
+                f"tokenizer {tokenizer.name} has {vocab_size} ids, model.vocab_size="
+                f"{config.model.vocab_size}; set model.vocab_size={vocab_size} or more"
+            )
+    return ResolvedData(
+        tuple(_token_prefix(path, config) for path in data.paths),
+        tuple(_token_prefix(path, config) for path in data.valid_paths),
+        vocab_size,
+    )
+
+
+def _token_prefix(path: str, config: Config) -> str:
+    if not is_text(path):
+        return indexed.strip_suffix(path)
+    data, text = config.data, _CORPUS if path == DEMO else Path(path)
+    parts = [_identity(text), str(data.append_eod), data.tokenizer]
+    if data.tokenizer != "byte":
+        parts.append(_tokenizer_identity(data.tokenizer))
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    prefix = str(Path(config.run.dir) / "data" / f"{text.name.split('.')[0]}-{digest}")
+    if not indexed.exists(prefix):
+        _log.info("tokenizing %s into %s", text, prefix)
+        try:
+            stats = preprocess([text], prefix, data.tokenizer, append_eod=data.append_eod)
+        except OSError as error:
+            raise DataError(f"cannot write {prefix}.bin: {error}") from error
+        _log.info("%d documents, %d tokens", stats.documents, stats.tokens)
+    return prefix
+
+
+def _identity(path: Path) -> str:
+    path = path.resolve()
+    if path == _CORPUS.resolve():
+        # By content: the package may be installed at another place, another time, on each node.
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    status = path.stat()
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+def _tokenizer_identity(spec: str) -> str:
+    path = tokenizer_file(spec)
+    config = path.with_name("tokenizer_config.json")
+    return _identity(path) + (_identity(config) if config.is_file() else "")

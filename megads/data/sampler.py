@@ -1,0 +1,208 @@
+"""Which tokens a sample holds, and which samples a step reads: arithmetic on positions only.
+
+The order, in full. A split of a source is one run of tokens. Sample k is its tokens
+`[k * seq_length, k * seq_length + seq_length]`, both ends included: seq_length + 1 ids, of which
+the last is only a label and is the first token of sample k + 1. So each token but the first is a
+label exactly once per epoch, and only a tail shorter than seq_length is left out. Training reads a
+stream of *positions* 0, 1, 2, ...; position p belongs to epoch `p // num_samples`, and each epoch
+visits every sample once, in its own permutation, a function of (seed, epoch, num_samples). A step
+that starts after `consumed` samples reads the positions `[consumed, consumed + global_batch_size)`.
+Nothing else enters: not the layout, the micro batch, nor how often the run was resumed.
+
+This differs from Megatron-LM, which shuffles documents before cutting samples (so samples of later
+epochs start elsewhere) and lets the last epochs mix; the same seed gives other samples there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megads.errors import ConfigError, DataError
+
+Ids = NDArray[np.int64]
+
+_ROUNDS = 8
+
+
+def num_samples(num_tokens: int, seq_length: int) -> int:
+    """Samples in a run of tokens: `max(0, (num_tokens - 1) // seq_length)`."""
+    return max(0, (num_tokens - 1) // seq_length)
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """Positions of an endless stream to sample ids, each id once in every epoch.
+
+    The permutation of an epoch is a balanced Feistel network over the next power of two, walked
+    until it lands inside the range (Black and Rogaway 2002): constant memory, any position in
+    constant time, so resuming at any sample costs nothing.
+
+    Raises DataError when there are no samples.
+    """
+
+    num_samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise DataError("the data holds no sample: there are fewer than seq_length + 1 tokens")
+
+    def ids(self, positions: Ids) -> Ids:
+        """Sample ids at these positions, int64 of the same shape."""
+        positions = np.asarray(positions, dtype=np.int64)
+        result = np.empty_like(positions)
+        epochs = positions // self.num_samples
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            inside = positions[here] - epoch * self.num_samples
+            result[here] = self._permute(inside, _round_keys(self.seed, int(epoch)))
+        return result
+
+    def _permute(self, values: Ids, keys: NDArray[np.uint64]) -> Ids:
+        bits = (self.num_samples - 1).bit_length()
+        result = _feistel(values.astype(np.uint64), bits, keys)
+        outside = np.flatnonzero(result >= self.num_samples)
+        while len(outside):
+            result[outside] = _feistel(result[outside], bits, keys)
+            outside = outside[result[outside] >= self.num_samples]
+        return result.astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    text = f"megads epoch order: seed {seed}, epoch {epoch}".encode()
+    digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A keyed permutation of `[0, 2**bits)`: halves of unequal width take turns being mixed."""
+    low_bits = np.uint64(bits - bits // 2)
+    low_mask = np.uint64((1 << int(low_bits)) - 1)
+    high_mask = np.uint64((1 << (bits // 2)) - 1)
+    low, high = values & low_mask, values >> low_bits
+    for number, key in enumerate(keys):
+        if number % 2:
+            high = high ^ (_mix(low ^ key) & high_mask)
+        else:
+            low = low ^ (_mix(high ^ key) & low_mask)
+    return (high << low_bits) | low
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014): every output bit avalanches."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def global_batch_positions(consumed: int, global_batch_size: int) -> Ids:
+    """Positions of the stream that the step after `consumed` samples reads, in order."""
+    return np.arange(consumed, consumed + global_batch_size, dtype=np.int64)
+
+
+def rank_slice(positions: Ids, micro_batch_size: int, dp_size: int, dp_index: int) -> Ids:
+    """This data-parallel rank's share of a global batch, `[num_microbatches, micro_batch_size]`.
+
+    Ranks take consecutive runs of the batch, so row r of rank d is microbatch
+    `d * num_microbatches + r` of the step whatever dp is. Raises ValueError when the batch does not
+    divide; the configuration check finds that long before.
+    """
+    if len(positions) % (micro_batch_size * dp_size):
+        raise ValueError(
+            f"global batch {len(positions)} is not a multiple of micro_batch_size="
+            f"{micro_batch_size} x dp={dp_size}"
+        )
+    share: Ids = positions.reshape(dp_size, -1, micro_batch_size)[dp_index]
+    return share
+
+
+def cut_for_validation(
+    num_tokens: int, num_documents: int, document_start: Callable[[int], int], fraction: float
+) -> int:
+    """Token position where training ends and validation begins.
+
+    The last `fraction` of the tokens is for validation. The cut moves to the nearest document
+    boundary when that changes the validation share by at most half; between boundaries further
+    apart (few, long documents) it falls inside a document. `document_start(d)` is the first token
+    of document d and must be ascending; it is called O(log num_documents) times.
+    """
+    target = num_tokens - round(num_tokens * fraction)
+    share = num_tokens - target
+    if share == 0:
+        return num_tokens
+    after = bisect.bisect_left(range(num_documents), target, key=document_start)
+    starts = [document_start(d) for d in (after - 1, after) if 0 <= d < num_documents]
+    inside = [start for start in starts if 0 < start < num_tokens]
+    nearest = min(inside, key=lambda start: abs(start - target), default=target)
+    return nearest if 2 * abs(nearest - target) <= share else target
+
+
+@dataclass(frozen=True)
+class BatchRampup:
+    """Global batch size as a function of the samples consumed so far.
+
+    Begins with `start` and grows by `increment` after each equal share of `samples` until it is
+    `final`. A step never changes size in the middle: it has the size due when it begins.
+
+    Raises ConfigError when `final` is not `start` plus a multiple of `increment`.
+    """
+
+    start: int
+    increment: int
+    samples: int
+    final: int
+
+    def __post_init__(self) -> None:
+        if self.start > self.final or (self.final - self.start) % self.increment:
+            raise ConfigError(
+                f"train.batch_rampup: from {self.start} in increments of {self.increment} does not "
+                f"arrive at train.global_batch_size={self.final}"
+            )
+
+    @classmethod
+    def make(cls, rampup: tuple[int, int, int] | None, final: int) -> BatchRampup:
+        """From `train.batch_rampup` and `train.global_batch_size`; None is a constant size."""
+        start, increment, samples = rampup or (final, 1, 1)
+        return cls(start, increment, samples, final)
+
+    def sizes(self) -> tuple[int, ...]:
+        """Every size the batch can have, ascending."""
+        return tuple(range(self.start, self.final + 1, self.increment))
+
+    def size_at(self, consumed: int) -> int:
+        """Global batch size of the step that begins after `consumed` samples."""
+        increments = (self.final - self.start) // self.increment
+        return self.start + self.increment * min(increments, consumed * increments // self.samples)
+
+    def consumed_after(self, steps: int, consumed: int = 0) -> int:
+        """Samples consumed after `steps` more steps: the running sum of the real sizes."""
+        while steps > 0:
+            size = self.size_at(consumed)
+            if size == self.final:
+                return consumed + steps * size
+            consumed, steps = consumed + size, steps - 1
+        return consumed
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """How many samples an evaluation reads, fixed before it begins and the same on every rank.
+
+    `samples` count towards the loss; the last global batch is filled up to
+    `num_batches * global_batch_size` with samples of zero weight.
+    """
+
+    samples: int
+    num_batches: int
+
+    @classmethod
+    def make(cls, available: int, steps: int, global_batch_size: int) -> EvaluationPlan:
+        """At most `steps` global batches, at most each of the `available` samples once."""
+        samples = min(available, steps * global_batch_size)
+        return cls(samples, -(-samples // global_batch_size))

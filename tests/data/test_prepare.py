@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megads.data
+from megads.config.schema import Config
+from megads.data.indexed import IndexedTokens, TokenWriter
+from megads.data.loader import open_loader
+from megads.data.prepare import data_problems, prepare_data
+from megads.errors import DataError
+
+CORPUS = Path(megads.data.__file__).parent / "corpus"
+
+
+def config(run: Path, *, vocab: int = 257, seq: int = 16, **data: Any) -> Config:
+    groups: dict[str, Any] = {name: {} for name in Config.model_fields}
+    groups["run"] = {"dir": str(run)}
+    groups["train"] = {"seq_length": seq}
+    groups["model"] = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": vocab,
+    }
+    return Config.model_validate(groups | {"data": data})
+
+
+def test_the_shipped_text_is_the_one_that_its_note_describes() -> None:
+    text = gzip.decompress((CORPUS / "shakespeare.txt.gz").read_bytes())
+    note = (CORPUS / "SOURCE.md").read_text()
+    assert hashlib.sha256(text).hexdigest() in note
+    assert f"{len(text):,} bytes" in note
+    breaks = text.count(b"\f")
+    assert f"{breaks + 1} documents" in note
+    assert b"To be, or not to be,--that is the question:--" in text
+    for word in (b"gutenberg", b"copyright", b"etext"):
+        assert word not in text.lower()
+
+
+@pytest.mark.parametrize("path", ["demo", str(CORPUS / "shakespeare.txt.gz")])
+def test_demo(path: str, tmp_path: Path) -> None:
+    settings = config(tmp_path, paths=[path])
+    data = prepare_data(settings)
+    assert data.vocab_size == 257
+    file = IndexedTokens(data.train[0])
+    assert Path(data.train[0]).parent == tmp_path / "data"
+    assert (file.num_documents, file.num_tokens) == (167, 1_058_086 + 1)
+    train, valid = (open_loader(settings, data, split) for split in ("train", "valid"))  # type: ignore[arg-type]
+    share = valid.num_samples / (train.num_samples + valid.num_samples)
+    assert 0.01 < share < 0.03
+
+
+def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "one"}\n')
+    settings = config(tmp_path / "run", paths=[str(text)])
+    first = prepare_data(settings)
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "run" / "data").iterdir()}
+    assert prepare_data(settings) == first
+    assert stamps == {p: p.stat().st_mtime_ns for p in (tmp_path / "run" / "data").iterdir()}
+    assert IndexedTokens(first.train[0]).tokens.tolist() == [*b"one", 256]
+    text.write_text('{"text": "two, longer"}\n')
+    second = prepare_data(settings)
+    assert second != first
+    assert IndexedTokens(second.train[0]).tokens.tolist() == [*b"two, longer", 256]
+    without = prepare_data(config(tmp_path / "run", paths=[str(text)], append_eod=False))
+    assert without != second
+    # An interrupted attempt leaves no .idx; the next start does it again.
+    Path(without.train[0] + ".idx").unlink()
+    assert prepare_data(config(tmp_path / "run", paths=[str(text)], append_eod=False)) == without
+    assert IndexedTokens(without.train[0]).num_documents == 1
+
+
+def test_token_files_are_used_where_they_are(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "x.y", "u2") as writer:
+        writer.add_document(range(50))
+    prefix = str(tmp_path / "x.y")
+    for name in (prefix, prefix + ".bin", prefix + ".idx"):
+        data = prepare_data(config(tmp_path / "run", paths=[name], valid_paths=[name]))
+        assert (data.train, data.valid, data.vocab_size) == ((prefix,), (prefix,), None)
+    assert not (tmp_path / "run").exists()
+    settings = config(tmp_path / "run", paths=[prefix], valid_paths=[prefix], valid_fraction=0.5)
+    for split in ("train", "valid"):
+        assert open_loader(settings, data, split).num_samples == 3  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"valid data: .*x\.y\.bin: 2 tokens"):
+        open_loader(
+            config(tmp_path / "run", paths=[prefix], valid_fraction=0.04),
+            prepare_data(config(tmp_path / "run", paths=[prefix])),
+            "valid",
+        )
+
+
+def test_all_problems_are_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "there.txt").write_text("x")
+    settings = config(
+        tmp_path,
+        paths=["there.txt", str(tmp_path / "there.txt"), "prefix"],
+        weights=[1.0],
+        valid_paths=["none.jsonl"],
+        tokenizer="nowhere/tokenizer.json",
+    )
+    problems = data_problems(settings)
+    assert len(problems) == 5
+    for word in ("data.weights has 1", "paths: there.txt", "prefix.bin", "none.jsonl", "nowhere"):
+        assert sum(word in problem for problem in problems) == 1, word
+    with pytest.raises(DataError) as caught:
+        prepare_data(settings)
+    assert list(caught.value.problems) == problems
+    assert data_problems(config(tmp_path)) == [
+        "data.paths is empty; name token files or texts, or use data=demo"
+    ]
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"257 ids, model\.vocab_size=256"):
+        prepare_data(config(tmp_path, paths=["demo"], vocab=256))
+
+
+def test_an_unwritable_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        prepare_data(config(tmp_path / "file", paths=["demo"]))
+
+
+def test_the_tokenizer_is_part_of_the_name(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    names = set()
+    (tmp_path / "a.txt").write_text("w1 w2")
+    for count in (3, 4):
+        vocabulary = {f"w{i}": i for i in range(count)} | {"</s>": count}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        backend.save(str(tmp_path / "tokenizer.json"))
+        settings = config(
+            tmp_path, paths=[str(tmp_path / "a.txt")], tokenizer=str(tmp_path / "tokenizer.json")
+        )
+        [prefix] = prepare_data(settings).train
+        names.add(prefix)
+        assert IndexedTokens(prefix).tokens.tolist() == [1, 2, count]
+    assert len(names) == 2
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]["</s>"] == 4
