@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megads.config.compose import compose
@@ -55,17 +56,16 @@ RUN = [
     "train.seq_length=16",
     "train.micro_batch_size=2",
     "train.global_batch_size=8",
-    "optim.lr=1e-2",
-    "optim.min_lr=1e-3",
+    "optim.lr=3e-3",
+    "optim.min_lr=3e-4",
     "optim.total=20",
     "optim.warmup=3",
     "optim.clip=0.5",
-    "model.init_std=0.2",
+    "model.init_std=0.1",
     "eval.every=0",
     "checkpoint.every=0",
     "checkpoint.save_last=false",
     "logging.every=1",
-    "recipe=null",
 ]
 
 
@@ -85,8 +85,8 @@ def write_tokens(prefix: Path, *, vocab_size: int = 101, documents: int = 40) ->
 def tiny_config(run_dir: Path, data: str, family: str, *overrides: str) -> Config:
     """The configuration of a small run of `family` in fp32, the same whatever the layout."""
     wanted = [*SIZES, *FAMILIES[family], *RUN, f"run.dir={run_dir}", f"data.paths=[{data}]"]
-    keys = {o.split("=", 1)[0] for o in overrides}
-    return compose([o for o in wanted if o.split("=", 1)[0] not in keys] + list(overrides))
+    last = {o.split("=", 1)[0]: o for o in [*wanted, *overrides]}
+    return compose(list(last.values()))
 
 
 def world_size(config: Config) -> int:
@@ -161,3 +161,18 @@ def assemble(per_rank: Sequence[Any]) -> dict[str, Tensor]:
         seen.setdefault(key, torch.zeros(shape, dtype=torch.int))[index] += 1
     assert all(bool((count == 1).all()) for count in seen.values())
     return whole
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint from its safetensors files alone: pieces are "key@offsets"."""
+    shapes = json.loads((path / "manifest.json").read_text())["tensors"]
+    pieces = []
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                key, _, offset = name.rpartition("@")
+                shape = tuple(shapes[key]["shape"])
+                pieces.append(
+                    (key, shape, tuple(map(int, offset.split(","))), tensors.get_tensor(name))
+                )
+    return assemble([pieces])

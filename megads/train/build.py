@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 
 from megads.checkpoint.store import CheckpointStore
 from megads.config.schema import Config
-from megads.config.validate import resolve_layout
-from megads.data.loader import TokenLoader
+from megads.config.validate import make_run_dir, resolve_layout
+from megads.data.loader import TokenLoader, open_loader
 from megads.data.prepare import prepare_data
 from megads.data.sampler import BatchRampup
 from megads.kernels.api import Kernels, select_kernels
@@ -90,10 +91,14 @@ def build(config: Config, info: RankInfo) -> RunParts:
     buckets = build_parameters(config, modules, mesh, dtype)
     rule = make_update_rule(config.optim, kernels.adamw)
     optimizer = ZeroOptimizer(buckets, mesh, rule, config.optim, stage=config.parallel.zero)
-    state, scaler = TrainState(), LossScaler(config.precision)
+    state = TrainState(run_id=collectives.broadcast_object(secrets.token_hex(4), mesh.world))
+    scaler = LossScaler(config.precision)
     executor = build_executor(config, plan, modules, mesh, dtype, state)
+    make_run_dir(config)
     loader, valid_loader = build_loaders(config, mesh)
-    store = CheckpointStore(Path(config.run.dir) / "checkpoints", mesh.world)
+    store = CheckpointStore(
+        Path(config.run.dir) / "checkpoints", mesh.world, keep=config.checkpoint.keep
+    )
     writes = mesh.world.index == 0
     metrics = Metrics(Path(config.run.dir) / "metrics.jsonl", writes=writes)
     parts = RunParts(
@@ -184,9 +189,7 @@ def build_executor(
         return (seq // shards, batch, config.model.hidden_size)
 
     def before_forward(chunk: int, microbatch: MicroBatch) -> None:
-        modules[chunk].dropout_rng.seed(
-            config.train.seed, state.step, microbatch.index, chunk * mesh.pp.size + mesh.pp.index
-        )
+        modules[chunk].dropout_rng.seed(config.train.seed, state.step, microbatch.index)
 
     return PipelineExecutor(
         modules,
@@ -208,12 +211,10 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[TokenLoader, TokenLoader 
         prepare_data(config)
     collectives.barrier(mesh.world)
     data = prepare_data(config)
-    reads_tokens = mesh.is_first_stage or mesh.is_last_stage
-    loaders = [
-        TokenLoader(config, data, split, mesh, reads_tokens=reads_tokens)
-        for split in (("train", "valid") if config.eval.every else ("train",))
-    ]
-    return loaders[0], loaders[1] if len(loaders) > 1 else None
+    train = open_loader(config, data, "train", device=mesh.device)
+    if not config.eval.every:
+        return train, None
+    return train, open_loader(config, data, "valid", device=mesh.device)
 
 
 def resume(parts: RunParts) -> None:
@@ -252,6 +253,7 @@ def save(parts: RunParts) -> None:
 
 
 def describe_layout(parts: RunParts) -> dict[str, int]:
+    """Sizes of the layout, for people; loading does not need them."""
     layout, parallel = parts.mesh.layout, parts.config.parallel
     return {
         "tp": layout.tp,

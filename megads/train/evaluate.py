@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from megads.data.sampler import EvaluationPlan
-from megads.parallel.layout import BatchPlan
 from megads.train.build import RunParts
 from megads.train.step import count_loss_tokens, reduce_loss
 
@@ -14,25 +12,24 @@ def evaluate(parts: RunParts) -> float:
     Always the same samples, each at most once, whatever the layout; with fewer than asked for,
     all of them, and the last batch is filled up with samples that count nothing.
     """
-    loader, train = parts.valid_loader, parts.config.train
+    loader, train, dp = parts.valid_loader, parts.config.train, parts.mesh.dp
     assert loader is not None
-    dp = parts.mesh.dp.size
-    batch = BatchPlan(
-        train.micro_batch_size,
-        train.global_batch_size // (train.micro_batch_size * dp),
-        dp,
-        train.seq_length,
-    )
-    plan = EvaluationPlan.make(loader.num_samples, parts.config.eval.steps, batch.global_batch_size)
+    plan = loader.evaluation_plan(parts.config.eval.steps, train.global_batch_size)
     for module in parts.modules:
         module.eval()
-    total = tokens = 0.0
+    loss = tokens = 0.0
     for index in range(plan.num_batches):
-        start = index * batch.global_batch_size
-        microbatches = loader.batches(start, batch, count_until=plan.samples)
+        microbatches = loader.evaluation_batches(
+            plan,
+            index,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            dp_size=dp.size,
+            dp_index=dp.index,
+        )
         counted = count_loss_tokens(microbatches, parts)
         sums = reduce_loss(parts.executor.evaluate(microbatches), counted, parts)
-        total, tokens = total + sums.loss, tokens + sums.tokens
+        loss, tokens = loss + sums.loss, tokens + sums.tokens
     for module in parts.modules:
         module.train()
-    return total / tokens
+    return loss / tokens

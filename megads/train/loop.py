@@ -20,17 +20,19 @@ from megads.train.step import StepResult, train_step
 FINISHED, STOPPED = 0, 3
 
 
-def train(config: Config, info: RankInfo, stop: StopRequest) -> int:
+def train(config: Config, info: RankInfo) -> int:
     """Run or resume training to `train.steps`; returns the exit status. Collective.
 
     Raises NonFiniteError when a loss or gradient norm is not finite and `train.nonfinite=stop`;
     the model has not been updated with it then, and no checkpoint written.
     """
-    parts = build(config, info)
-    try:
-        return _run(parts, stop)
-    finally:
-        parts.metrics.close()
+    with StopRequest() as stop:
+        parts = build(config, info)
+        try:
+            return _run(parts, stop)
+        finally:
+            parts.loader.close()
+            parts.metrics.close()
 
 
 def _run(parts: RunParts, stop: StopRequest) -> int:

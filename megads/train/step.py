@@ -43,7 +43,13 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     state, optimizer, scaler = parts.state, parts.optimizer, parts.scaler
     batch = parts.batch_plan(state.samples)
     lr = parts.learning_rate(batch)
-    microbatches = parts.loader.batches(state.samples, batch)
+    microbatches = parts.loader.batches(
+        state.samples,
+        batch.global_batch_size,
+        batch.micro_batch_size,
+        batch.dp,
+        parts.mesh.dp.index,
+    )
 
     optimizer.zero_grad()
     tokens = count_loss_tokens(microbatches, parts)
@@ -67,17 +73,12 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
 def count_loss_tokens(microbatches: list[MicroBatch], parts: RunParts) -> int:
     """Positions of the global batch that count in the loss, over all data-parallel ranks.
 
-    Exact on stages that read tokens; the others, which neither start a backward pass nor report
-    a loss, may see another number.
+    A collective call: only some ranks may have microbatches with a mask.
     """
-    masks = [m.loss_mask for m in microbatches]
-    if all(mask is None for mask in masks):
-        return sum(m.labels.numel() for m in microbatches) * parts.mesh.dp.size
-    counts = [
-        float(m.labels.numel()) if m.loss_mask is None else float(m.loss_mask.sum())
-        for m in microbatches
-    ]
-    total = torch.tensor(sum(counts), dtype=torch.float64, device=parts.mesh.device)
+    mine = sum(
+        m.labels.numel() if m.loss_mask is None else int(m.loss_mask.sum()) for m in microbatches
+    )
+    total = torch.tensor(mine, device=parts.mesh.device)
     return int(collectives.all_reduce(total, parts.mesh.dp))
 
 

@@ -76,9 +76,7 @@ def test_initial_weights_are_bitwise_equal(
     def weights(*overrides: str) -> dict[str, torch.Tensor]:
         config = tiny_config(tmp_path / "_".join(overrides), data, family, *overrides)
         world = training.world_size(config)
-        return training.assemble(
-            workers(world).run(training.gathered_weights, config, ["param"])
-        )
+        return training.assemble(workers(world).run(training.gathered_weights, config, ["param"]))
 
     want = weights()
     matrices = [k for k in want if want[k].dim() == 2]
@@ -164,9 +162,7 @@ def local_norm(rank: int) -> Callable[[], None]:
     from megads.zero import optimizer
 
     original = optimizer.global_norm
-    return _patched(
-        optimizer, "global_norm", lambda unique, mesh: original(unique, Mesh.single())
-    )
+    return _patched(optimizer, "global_norm", lambda unique, mesh: original(unique, Mesh.single()))
 
 
 FAULTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {

@@ -1,0 +1,117 @@
+"""Nothing outlives its step. Covers the reported fault 81."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megads.config.schema import Config
+from tests import training
+from tests.distributed import Workers
+from tests.training import tiny_config, world_size, write_tokens
+
+
+def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tuple[int, int]]:
+    """(live tensors, their bytes) after each step, with an overflow in every third one."""
+    from megads.train import step
+    from megads.train.build import build
+
+    parts = build(config, training.pool_info(rank, world))
+    counts, original = [], type(parts.scaler).ok
+    parts.scaler.ok = lambda norm: parts.state.step % 3 != 2 and original(parts.scaler, norm)
+    try:
+        for _ in range(steps):
+            step.train_step(parts)
+            gc.collect()
+            alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+            counts.append((len(alive), sum(t.numel() * t.element_size() for t in alive)))
+    finally:
+        parts.loader.close()
+        parts.metrics.close()
+    return counts
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2zero1"])
+@pytest.mark.parametrize("accumulation", [2, 16])
+def test_live_tensors_stay_the_same(
+    tmp_path: Path, workers: Workers, layout: str, accumulation: int
+) -> None:
+    data = write_tokens(tmp_path / "tokens")
+    batch = accumulation * (2 if "dp2" in layout else 1)
+    options = [f"parallel={layout}", "train.micro_batch_size=1", f"train.global_batch_size={batch}"]
+    config = tiny_config(tmp_path / "run", data, "gpt", *options, "train.nonfinite=skip")
+    for counts in workers(2).run(live_tensors, config, 30, timeout=120):
+        # The batch read ahead may or may not be there yet; its tensors are two per microbatch.
+        numbers = [number for number, _ in counts[3:]]
+        assert max(numbers) - min(numbers) <= 2 * accumulation
+        assert abs(sum(numbers[:9]) - sum(numbers[-9:])) <= 9 * 2 * accumulation
+
+
+def in_flight(rank: int, world: int, config: Config) -> int:
+    from megads.train import step
+    from megads.train.build import build
+
+    parts = build(config, training.pool_info(rank, world))
+    step.train_step(parts)
+    parts.loader.close()
+    parts.metrics.close()
+    return parts.executor.peak_in_flight
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 16])
+def test_activations_in_flight_do_not_grow_with_microbatches(
+    tmp_path: Path, workers: Workers, microbatches: int
+) -> None:
+    data = write_tokens(tmp_path / "tokens")
+    for layout, stages in (("pp2", 2), ("pp4", 4)):
+        config = tiny_config(
+            tmp_path / layout,
+            data,
+            "gpt",
+            f"parallel={layout}",
+            "train.micro_batch_size=1",
+            f"train.global_batch_size={microbatches}",
+        )
+        peaks = workers(world_size(config)).run(in_flight, config)
+        assert peaks == [min(microbatches, stages - s) for s in range(stages)]
+
+
+def kept_losses(rank: int) -> Callable[[], None]:
+    """The fault: every step's losses are kept with their graphs."""
+    from megads.pipeline import executor
+
+    original = executor._Walk.forward
+    kept: list[Any] = []
+
+    def forward(self: Any, key: Any) -> None:
+        original(self, key)
+        kept.append(self.in_flight.get(key))
+
+    executor._Walk.forward = forward  # type: ignore[method-assign]
+
+    def undo() -> None:
+        executor._Walk.forward = original  # type: ignore[method-assign]
+        kept.clear()
+
+    return undo
+
+
+def live_tensors_with_fault(rank: int, world: int, config: Config) -> list[tuple[int, int]]:
+    undo = kept_losses(rank)
+    try:
+        return live_tensors(rank, world, config, 8)
+    finally:
+        undo()
+
+
+def test_negative_control_kept_graphs_are_noticed(tmp_path: Path, workers: Workers) -> None:
+    data = write_tokens(tmp_path / "tokens")
+    options = ["parallel=pp2", "train.micro_batch_size=1", "train.global_batch_size=2"]
+    config = tiny_config(tmp_path / "run", data, "gpt", *options, "train.nonfinite=skip")
+    counts = workers(2).run(live_tensors_with_fault, config)
+    assert any(numbers[-1][0] - numbers[3][0] > 4 for numbers in counts)
