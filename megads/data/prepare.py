@@ -13,14 +13,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from megads.config.data_files import DEMO, TEXT_SUFFIXES, data_problems
 from megads.config.schema import Config
 from megads.data import indexed
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import load_tokenizer, require_eod, tokenizer_file
 from megads.errors import DataError
 
-DEMO = "demo"
-TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
 _CORPUS = Path(__file__).with_name("corpus") / "shakespeare.txt.gz"
 _log = logging.getLogger(__name__)
 
@@ -38,35 +37,6 @@ class ResolvedData:
     vocab_size: int | None
 
 
-def data_problems(config: Config) -> list[str]:
-    """What is wrong with the data settings, without reading any data: for checks before a start."""
-    data, problems = config.data, []
-    if not data.paths:
-        problems.append("data.paths is empty; name token files or texts, or use data=demo")
-    if data.weights is not None and len(data.weights) != len(data.paths):
-        problems.append(
-            f"data.weights has {len(data.weights)} entries for {len(data.paths)} data.paths"
-        )
-    texts = False
-    for key, paths in (("data.paths", data.paths), ("data.valid_paths", data.valid_paths)):
-        for path in paths:
-            texts = texts or is_text(path)
-            if path == DEMO or (is_text(path) and Path(path).is_file()) or indexed.exists(path):
-                continue
-            wanted = (
-                "no such file"
-                if is_text(path)
-                else f"neither {path}.bin with {path}.idx nor a text ({', '.join(TEXT_SUFFIXES)})"
-            )
-            problems.append(f"{key}: {path}: {wanted}")
-    if texts and data.tokenizer != "byte":
-        try:
-            tokenizer_file(data.tokenizer)
-        except DataError as error:
-            problems.extend(error.problems)
-    return problems
-
-
 def is_text(path: str) -> bool:
     """Whether an entry of `data.paths` is tokenized first, rather than opened as it is."""
     return path == DEMO or path.endswith(TEXT_SUFFIXES)
@@ -78,7 +48,7 @@ def prepare_data(config: Config) -> ResolvedData:
     One rank calls this before the others do; for them everything is there and nothing is written.
     Raises DataError with every problem of the settings, and for text that cannot be tokenized.
     """
-    problems = data_problems(config)
+    problems = list(data_problems(config))
     if problems:
         raise DataError(problems)
     data = config.data

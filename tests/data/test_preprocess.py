@@ -119,3 +119,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "257, stored as uint16" in out
     assert main(["--input", str(tmp_path / "none.txt"), "--output", str(tmp_path / "y")]) == 2
     assert "none.txt: no such file" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_an_end_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text("not read")
+    arguments = ([tmp_path / "a.jsonl"], str(tmp_path / "x"), str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"tokenizer\.json has no end-of-document token"):
+        preprocess(*arguments)
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}')
+    assert preprocess(*arguments, append_eod=False).tokens == 1
