@@ -141,8 +141,9 @@ class _Session:
         self.args = args
         self.name: str = args.config_name or PRIMARY
         self._hydra = hydra
-        self._loader = cast(ConfigLoaderImpl, hydra.config_loader)
-        self._parser = OverridesParser.create(config_loader=self._loader)
+        loader = cast(ConfigLoaderImpl, hydra.config_loader)
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._files = loader.repository  # without the copies that the loader's own listing makes
 
     def config(self, overrides: list[str]) -> Config:
         """Check the overrides, compose and decode."""
@@ -244,16 +245,15 @@ class _Session:
             return []  # nothing to look up; Hydra knows the directories that were added
         swept = override.is_sweep_override()
         chosen = list(override.sweep_iterator()) if swept else [override.value()]
-        options = self._loader.get_group_options(group)
+        options = self._files.get_group_options(group)
         return [
             explain_unknown_choice(group, choice, options)
             for choice in chosen
-            if not isinstance(choice, str)
-            or not self._loader.repository.config_exists(f"{group}/{choice}")
+            if not isinstance(choice, str) or not self._files.config_exists(f"{group}/{choice}")
         ]
 
     def _groups(self, parent: str = "") -> Iterator[str]:
-        for name in self._loader.list_groups(parent):
+        for name in self._files.get_group_options(parent, ObjectType.GROUP):
             path = f"{parent}/{name}" if parent else name
             if path != "hydra":
                 yield path

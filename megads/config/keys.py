@@ -93,7 +93,7 @@ def is_known(key: str) -> bool:
 def near(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
     """The choices most like `word`, best first; choices it begins are like it too."""
     pool = list(choices)
-    found = difflib.get_close_matches(word, pool, n=count, cutoff=0.6)
+    found = difflib.get_close_matches(word, pool, n=count, cutoff=0.65)
     longer = [c for c in pool if len(word) > 1 and c.startswith(word) and c not in found]
     return (found + longer)[:count]
 

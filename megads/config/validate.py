@@ -124,7 +124,8 @@ def _tensor_parallel(config: Config) -> Iterator[str]:
             f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
             f"parallel.tp={tp}; {valid}"
         )
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+    kv_differ = model.num_kv_heads != model.num_attention_heads
+    if kv_differ and model.num_kv_heads % tp and tp % model.num_kv_heads:
         yield (
             f"model.num_kv_heads={model.num_kv_heads} neither divides nor is a multiple of "
             f"parallel.tp={tp}; {valid}"

@@ -1,0 +1,184 @@
+"""FLOPs against torch's counter on independent implementations, and the sizes of model state."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megads.config.compose import compose
+from megads.config.decode import decode
+from megads.config.schema import Config, ModelConfig
+from megads.models.families import param_count, param_specs
+from megads.models.flops import (
+    device_peak_tflops,
+    forward_flops,
+    state_bytes,
+    training_flops,
+)
+from megads.parallel.layout import ParallelLayout
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 160}
+LLAMA = {
+    **SIZES,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 96,
+    "activation": "swiglu",
+    "norm": "rmsnorm",
+    "position": "rope",
+    "tie_embeddings": False,
+}
+
+
+def hugging_face(family: str, model: ModelConfig) -> torch.nn.Module:
+    common = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "attn_implementation": "eager",
+    }
+    if family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        extra = {"head_dim": model.head_dim} if family != "Qwen2" else {}
+        config = getattr(transformers, f"{family}Config")(
+            **common,
+            **extra,
+            num_key_value_heads=model.num_kv_heads,
+            intermediate_size=model.ffn_hidden_size,
+        )
+    elif family == "GPTNeoX":
+        config = transformers.GPTNeoXConfig(**common, intermediate_size=model.ffn_hidden_size)
+    elif family == "GPT2":
+        config = transformers.GPT2Config(**common, n_inner=model.ffn_hidden_size)
+    else:
+        config = transformers.BloomConfig(**common)
+    return getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(
+        config
+    )
+
+
+def counted(model: torch.nn.Module, vocab_size: int, batch: int, seq: int) -> int:
+    """What torch counts for forward and backward, without the products in the table of angles."""
+    tokens = torch.randint(vocab_size, (batch, seq))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(tokens).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    total = counter.get_total_flops()
+    rotary = [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
+    if rotary:
+        positions = torch.arange(seq)[None]
+        with FlopCounterMode(display=False) as counter:
+            rotary[0](torch.zeros(batch, seq, 1), positions)
+        total -= counter.get_total_flops()
+    return total
+
+
+@pytest.mark.parametrize(
+    "family, fields",
+    [
+        ("Llama", LLAMA),
+        ("Mistral", {**LLAMA, "num_kv_heads": 1}),
+        ("Qwen2", {**LLAMA, "qkv_bias": True}),
+        ("Qwen3", {**LLAMA, "head_dim": 24, "qk_norm": True}),
+        ("GPT2", {**SIZES, "ffn_hidden_size": 200}),
+        ("Bloom", {**SIZES, "position": "alibi", "num_layers": 3}),
+        ("GPTNeoX", {**SIZES, "ffn_hidden_size": 120, "parallel_residual": True}),
+    ],
+)
+@pytest.mark.parametrize("batch, seq", [(2, 32), (3, 7)])
+def test_training_flops_are_those_torch_counts(family, fields, batch, seq):
+    model = ModelConfig(**fields)
+    measured = counted(hugging_face(family, model), model.vocab_size, batch, seq)
+    assert training_flops(model, batch, seq) == measured
+
+
+def test_the_reported_case():
+    """One SwiGLU model with grouped KV heads, and the two formulas that people use for it."""
+    model = ModelConfig(**LLAMA)
+    tokens = 2 * 32
+    assert training_flops(model, 2, 32) == 30_670_848
+    hidden, layers, vocab = model.hidden_size, model.num_layers, model.vocab_size
+    attention = 12 * layers * hidden * 32 * tokens
+    four_h = 6 * tokens * (12 * layers * hidden**2 + vocab * hidden) + attention
+    assert four_h == 44_826_624
+    every_parameter = 6 * param_count(model) * tokens
+    assert every_parameter == pytest.approx(31_457_280, rel=0.01) and every_parameter != 30_670_848
+
+
+def test_parts_add_up_and_grow_as_they_should():
+    model = ModelConfig(**LLAMA)
+    parts = forward_flops(model, 2, 32)
+    assert parts.embedding == 0
+    assert 3 * parts.total(model.num_layers) == training_flops(model, 2, 32)
+    assert forward_flops(model, 4, 32).block == 2 * parts.block
+    assert forward_flops(model, 2, 64).block > 2 * parts.block
+    assert forward_flops(model, 2, 64).head == 2 * parts.head
+
+
+@pytest.mark.parametrize(
+    "name, precision, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA A100 80GB PCIe", "fp16", 312.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H100 NVL", "bf16", 835.0),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("Tesla V100-SXM2-16GB", "fp16", 125.0),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("Tesla T4", "fp16", 65.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA H100 80GB HBM2e", "bf16", None),
+        ("NVIDIA GeForce RTX 9999", "bf16", None),
+        ("NVIDIA A1000", "bf16", None),
+        ("cpu", "fp32", None),
+        ("", "fp32", None),
+    ],
+)
+def test_device_peaks(name, precision, peak):
+    assert device_peak_tflops(name, precision) == peak
+
+
+def configured(**groups: dict) -> Config:
+    values = compose(["model=gpt-125m"]).model_dump()
+    for group, fields in groups.items():
+        values[group] = values[group] | fields
+    return decode(values)
+
+
+def test_state_on_one_rank_is_bytes_times_parameters():
+    padding = 50304 - 50257
+    for precision, optimizer, expected in [
+        ("fp32", {"name": "adamw"}, 16),
+        ("bf16", {"name": "adamw"}, 18),
+        ("fp32", {"name": "sgd"}, 8),
+        ("fp32", {"name": "sgd", "momentum": 0.9}, 12),
+    ]:
+        config = configured(precision={"name": precision}, optim=optimizer)
+        elements = param_count(config.model) + padding * config.model.hidden_size
+        assert state_bytes(config, ParallelLayout()) == expected * elements
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (4, 3), (3, 12)])
+def test_state_is_divided_by_the_layout(tp, pp):
+    config = configured()
+    whole, part = (state_bytes(config, ParallelLayout(tp=t, pp=p)) for t, p in ((1, 1), (tp, pp)))
+    assert whole / (tp * pp) <= part < whole
+    # Against the fullest stage, added up by hand from the shapes.
+    specs = param_specs(config.model)
+    word, position = (s.numel for s in specs if s.edge == "first")
+    layers = -(-config.model.num_layers // pp)
+    block = sum(s.numel for s in specs if s.layer == 0)
+    expected = 16 * ((layers * block + word) / tp + position)  # positions are replicated
+    assert part == pytest.approx(expected, rel=0.02)
+
+
+def test_zero_divides_the_optimizer_state_only():
+    plain = configured(precision={"name": "bf16"})
+    sharded = configured(precision={"name": "bf16"}, parallel={"zero": 1})
+    layout = ParallelLayout(dp=4)
+    assert state_bytes(plain, layout) == state_bytes(plain, ParallelLayout())
+    assert state_bytes(sharded, layout) == state_bytes(plain, layout) * (6 + 12 / 4) / 18
