@@ -1,0 +1,154 @@
+"""The command as users run it: refusals, launchers, resuming, stopping."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.ffn_hidden_size=64",
+    "train.seq_length=16",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=2",
+    "optim.warmup=0",
+    "eval.every=0",
+    "logging.every=1",
+    "optim.schedule=constant",
+    "launch.backend=gloo",
+    "run.dir=run",
+]
+COMMAND = [sys.executable, "-m", "megads.cli.train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def _environment(directory: Path, **changes: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    temporary = directory.with_name(f"{directory.name}-tmp")
+    temporary.mkdir(exist_ok=True)
+    return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), **changes}
+
+
+def _run(
+    directory: Path, *arguments: str, command: list[str] = COMMAND, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=directory,
+        env=_environment(directory, **environment),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def _steps(directory: Path) -> list[int]:
+    lines = (directory / "run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.fixture
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A path entry on which importing torch fails."""
+    directory = tmp_path_factory.mktemp("poison")
+    (directory / "torch").mkdir()
+    (directory / "torch/__init__.py").write_text("raise SystemExit('torch was imported')")
+    return os.pathsep.join([str(directory), str(ROOT)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["model=gpt-175b", "parallel=tp8pp16"],
+            ["needs 128 devices", "torchrun --nnodes=16 ", "srun --nodes=16 "],
+        ),
+        (["model.hiden_size=64"], ["model.hiden_size", "hidden_size"]),
+        (["parallel=tp3"], ["model.num_attention_heads=4", "parallel.tp=3"]),
+        (["data.paths=[nowhere/corpus.txt]"], ["nowhere/corpus.txt"]),
+        (["run.dir=/dev/null/run"], ["run.dir=/dev/null/run"]),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    tmp_path: Path, without_torch: str, arguments: list[str], words: list[str]
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = _run(tmp_path, *arguments, PYTHONPATH=without_torch)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    # Processor time, which a busy machine does not stretch.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wrong_world_size_is_said_once_and_nothing_waits(tmp_path: Path, rank: int) -> None:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
+    done = _run(tmp_path, *TINY, "parallel=tp2", **place, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert done.returncode == 2
+    if rank == 0:
+        assert "parallel.tp=2" in done.stderr and "there are 3" in done.stderr
+    else:
+        assert done.stderr == ""
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    arguments = ["-m", "megads.cli.train", *TINY, "parallel=dp2", "train.steps=2"]
+    done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert _steps(tmp_path) == [1, 2]
+
+
+def test_failure_inside_a_worker_is_shown_once(tmp_path: Path) -> None:
+    arguments = [*TINY, "parallel=dp2", "optim.lr=1e30", "optim.clip=0", "optim.name=sgd"]
+    done = _run(tmp_path, *arguments, "train.steps=20")
+    assert done.returncode == 1
+    assert done.stderr.count("gradient norm") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_stopped_by_a_signal_resumed_and_finished(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, *TINY, "parallel=dp2", "train.steps=100000"],
+        cwd=tmp_path,
+        env=_environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    stopped = _steps(tmp_path)[-1]
+    assert (tmp_path / f"run/checkpoints/step-{stopped}").is_dir()
+
+    resumed = [*TINY, "parallel=pp2", f"train.steps={stopped + 2}"]
+    done = _run(tmp_path, *resumed)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert _steps(tmp_path) == list(range(1, stopped + 3))
+
+    before = metrics.read_bytes()
+    done = _run(tmp_path, *resumed)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert metrics.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert list(tmp_path.with_name(f"{tmp_path.name}-tmp").iterdir()) == []
