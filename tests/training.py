@@ -15,6 +15,7 @@ from torch import Tensor
 from megads.config.compose import compose
 from megads.config.schema import Config
 from megads.data.indexed import TokenWriter
+from megads.errors import NonFiniteError
 from megads.launch.env import RankInfo
 from tests.distributed import Workers
 
@@ -100,13 +101,18 @@ def pool_info(rank: int, world: int) -> RankInfo:
 
 def train_rank(
     rank: int, world: int, config: Config, before: Callable[..., Any] | None, *args: Any
-) -> int:
-    """One rank of a run; `before(rank, *args)` may spoil something and returns how to undo it."""
+) -> int | str:
+    """One rank of a run: its exit status, or the error that all ranks stop for alike.
+
+    `before(rank, *args)` may spoil something and returns how to undo it.
+    """
     from megads.train.loop import train
 
     undo = before(rank, *args) if before is not None else None
     try:
         return train(config, pool_info(rank, world))
+    except NonFiniteError as error:
+        return f"NonFiniteError: {error}"
     finally:
         if undo is not None:
             undo()
@@ -116,10 +122,15 @@ def run_training(
     workers: Workers, config: Config, before: Callable[..., Any] | None = None, *args: Any
 ) -> list[dict[str, Any]]:
     """Train in a pool of the layout's size; the lines of metrics.jsonl."""
-    world = world_size(config)
-    statuses = workers(world).run(train_rank, config, before, *args, timeout=120)
-    assert set(statuses) == {0}
+    assert set(train_statuses(workers, config, before, *args)) == {0}
     return read_metrics(Path(config.run.dir))
+
+
+def train_statuses(
+    workers: Workers, config: Config, before: Callable[..., Any] | None = None, *args: Any
+) -> list[int | str]:
+    """Train in a pool of the layout's size; what `train_rank` returned on each rank."""
+    return workers(world_size(config)).run(train_rank, config, before, *args, timeout=120)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
