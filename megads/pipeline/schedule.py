@@ -21,7 +21,7 @@ Narayanan et al. 2021, arXiv:2006.09503); interleaved (Narayanan et al. 2021, ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -83,11 +83,11 @@ def send_window(num_stages: int, num_microbatches: int) -> int:
 
 def _gpipe(size: Size, stage: int) -> list[Action]:
     """All forwards, then all backwards."""
-    return _forward_order(size) + _backward_order(size)
+    return [*_forward_order(size), *_backward_order(size)]
 
 
 def _forwards_only(size: Size, stage: int) -> list[Action]:
-    return _forward_order(size)
+    return list(_forward_order(size))
 
 
 def _1f1b(size: Size, stage: int) -> list[Action]:
@@ -133,33 +133,35 @@ def _groups(size: Size) -> list[range]:
     return [range(low, high) for low, high in pairwise(bounds)]
 
 
-def _forward_order(size: Size) -> list[Action]:
+@lru_cache(maxsize=4)
+def _forward_order(size: Size) -> tuple[Action, ...]:
     """Order of all forwards, the same on every stage, so that messages arrive as they are used."""
-    return [
+    return tuple(
         _action("F", chunk, microbatch)
         for group in _groups(size)
         for chunk in range(size.chunks)
         for microbatch in group
-    ]
+    )
 
 
-def _backward_order(size: Size) -> list[Action]:
-    return [
+@lru_cache(maxsize=4)
+def _backward_order(size: Size) -> tuple[Action, ...]:
+    return tuple(
         _action("B", chunk, microbatch)
         for group in _groups(size)
         for chunk in reversed(range(size.chunks))
         for microbatch in group
-    ]
+    )
 
 
 def _alternate(size: Size, warmup: int) -> list[Action]:
     """`warmup` forwards, then one forward and one backward in turn, then the backwards left."""
     forwards, backwards = _forward_order(size), _backward_order(size)
     warmup = min(warmup, len(forwards))
-    actions = forwards[:warmup]
+    actions = list(forwards[:warmup])
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         actions += (forward, backward)
-    return actions + backwards[len(forwards) - warmup :]
+    return [*actions, *backwards[len(forwards) - warmup :]]
 
 
 def _finish(order: Callable[[Size, int], list[Action]], size: Size) -> Schedule:
@@ -172,30 +174,30 @@ def _finish(order: Callable[[Size, int], list[Action]], size: Size) -> Schedule:
 
 
 def _with_messages(computations: list[Action], size: Size, stage: int) -> list[Action]:
-    """Add the messages: each receive one computation ahead, each send right after its maker."""
+    """Add the messages: each receive one computation ahead, each send right after its maker.
+
+    Chunks from `first` on get an activation and return a gradient; chunks up to `last` pass an
+    activation on and get a gradient. Only the two ends of the model do not.
+    """
     if size.num_stages == 1:
         return computations
-    starts, ends = ("F", 0), ("F", size.chunks - 1)
-    silent_in = {starts} if stage == 0 else set()
-    silent_out = {("B", 0)} if stage == 0 else set()
-    if stage == size.num_stages - 1:
-        silent_in.add(("B", size.chunks - 1))
-        silent_out.add(ends)
+    first = 1 if stage == 0 else 0
+    last = size.chunks - 2 if stage == size.num_stages - 1 else size.chunks - 1
     actions: list[Action] = []
-
-    def post(op: Op, chunk: int, microbatch: int) -> None:
-        if (op, chunk) not in silent_in:
-            actions.append(_action("recv_act" if op == "F" else "recv_grad", chunk, microbatch))
-
-    post(*computations[0])
-    for computation, ahead in zip(computations, [*computations[1:], None], strict=True):
-        if ahead:
-            post(*ahead)
-        actions.append(computation)
+    held: tuple[Action, ...] = ()
+    for computation in computations:
         op, chunk, microbatch = computation
-        if (op, chunk) not in silent_out:
-            actions.append(_action("send_act" if op == "F" else "send_grad", chunk, microbatch))
-    return actions
+        fed, read = chunk >= first, chunk <= last
+        if op == "B":
+            fed, read = read, fed
+        if fed:
+            actions.append(_action("recv_act" if op == "F" else "recv_grad", chunk, microbatch))
+        actions += held
+        held = (computation,)
+        if read:
+            send: Op = "send_act" if op == "F" else "send_grad"
+            held = (computation, _action(send, chunk, microbatch))
+    return [*actions, *held]
 
 
 @cache

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from megads.errors import MegadsError
-from megads.pipeline.schedule import Action, Schedule
+from megads.pipeline.schedule import Action, Schedule, Size
 
 
 class ScheduleError(MegadsError):
@@ -79,7 +79,7 @@ def simulate(
     backward = backward_costs or [2.0] * (stages * chunks)
     if len(forward) != stages * chunks or len(backward) != stages * chunks:
         raise ValueError(f"{len(forward)} and {len(backward)} costs, {stages * chunks} wanted")
-    players = _stages(schedule, _Size(stages, chunks, num_microbatches), forward, backward)
+    players = _stages(schedule, Size(stages, chunks, num_microbatches), forward, backward)
     _play(players, send_window)
     for player in players:
         player.check_finished(forward_only=forward_only)
@@ -116,12 +116,6 @@ def draw(report: Report, *, unit: float = 1.0) -> str:
     return "\n".join(rows)
 
 
-class _Size(NamedTuple):
-    stages: int
-    chunks: int
-    microbatches: int
-
-
 @dataclass(slots=True)
 class _Link:
     """A first-in-first-out communicator. Messages are named by their receiver's computation."""
@@ -154,7 +148,7 @@ class _Stage:
     """One stage and what it has done so far."""
 
     index: int
-    size: _Size
+    size: Size
     actions: Sequence[Action]
     sides: dict[str, _Side]
     clock: float = 0.0
@@ -164,46 +158,50 @@ class _Stage:
     def play(self, window: int) -> Iterator[int]:
         """Play all actions; yield the position whenever blocked."""
         _, chunks, microbatches = self.size
-        sides, forwards = self.sides, self.sides["F"].done
-        in_flight = 0
+        sides, forwards, in_flight, peak = self.sides, self.sides["F"].done, 0, 0
+        clock = 0.0
         for position, action in enumerate(self.actions):
             op, chunk, microbatch = action
-            side = sides[op]
             if not (0 <= chunk < chunks and 0 <= microbatch < microbatches):
                 self.fail(position, "is outside the schedule")
-            code = chunk * microbatches + microbatch
-            if op == "F" or op == "B":
-                if op == "B" and not forwards[code]:
-                    self.fail(position, "runs before its forward")
-                if side.done[code]:
-                    self.fail(position, "runs a second time")
-                start = self.clock
-                if code in side.fed:
-                    while (arrival := self.arrival(side, code, position)) is None:
-                        yield position
-                    if arrival > start:
-                        start = arrival
-                side.done[code] = 1
-                in_flight += 1 if op == "F" else -1
-                if in_flight > self.peak:
-                    self.peak = in_flight
-                self.clock = end = start + side.costs[chunk]
-                self.spans.append((action, start, end))
-            elif op == "recv_act" or op == "recv_grad":
-                side.inbox.posted.append(code)
-                side.inbox.posted_at.append(self.clock)
-            else:
+            side, code = sides[op], chunk * microbatches + microbatch
+            if op == "recv_act" or op == "recv_grad":
+                link = side.inbox
+                link.posted.append(code)
+                link.posted_at.append(clock)
+            elif op == "send_act" or op == "send_grad":
                 if not side.done[code]:
                     self.fail(position, "sends what has not been computed")
                 link = side.outbox
                 while len(link.sent) >= len(link.posted) + window:
                     yield position
                 link.sent.append(code + side.shift)
-                link.sent_at.append(self.clock)
+                link.sent_at.append(clock)
+            else:
+                if op == "F":
+                    in_flight += 1
+                    if in_flight > peak:
+                        self.peak = peak = in_flight
+                else:
+                    in_flight -= 1
+                    if not forwards[code]:
+                        self.fail(position, "runs before its forward")
+                if side.done[code]:
+                    self.fail(position, "runs a second time")
+                start = clock
+                if code in side.fed:
+                    while (arrival := self.arrival(side, code, position)) is None:
+                        yield position
+                    if arrival > start:
+                        start = arrival
+                side.done[code] = 1
+                clock = end = start + side.costs[chunk]
+                self.spans.append((action, start, end))
+        self.clock = clock
 
     def arrival(self, side: _Side, code: int, position: int) -> float | None:
         """When the input of a computation is there; None if it has not been sent yet."""
-        if self.size.stages == 1:
+        if self.size.num_stages == 1:
             if not side.done[code - side.shift]:
                 self.fail(position, "runs before the neighbouring chunk has made its input")
             return 0.0
@@ -217,7 +215,8 @@ class _Stage:
         if link.sent[index] != code:
             self.fail(position, f"is sent the message for {self.name(link.sent[index])}")
         link.read = index + 1
-        return max(link.posted_at[index], link.sent_at[index])
+        sent_at, posted_at = link.sent_at[index], link.posted_at[index]
+        return sent_at if sent_at > posted_at else posted_at
 
     def check_finished(self, *, forward_only: bool) -> None:
         for op in ("F",) if forward_only else ("F", "B"):
@@ -235,7 +234,7 @@ class _Stage:
                 )
 
     def name(self, code: int) -> str:
-        chunk, microbatch = divmod(code, self.size.microbatches)
+        chunk, microbatch = divmod(code, self.size.num_microbatches)
         return f"chunk {chunk} microbatch {microbatch}"
 
     def where(self, position: int) -> str:
@@ -247,7 +246,7 @@ class _Stage:
 
 
 def _stages(
-    schedule: Schedule, size: _Size, forward: Sequence[float], backward: Sequence[float]
+    schedule: Schedule, size: Size, forward: Sequence[float], backward: Sequence[float]
 ) -> list[_Stage]:
     """The stages on their ring. Results change chunk where they wrap around it."""
     count, chunks, microbatches = size

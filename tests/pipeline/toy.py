@@ -5,14 +5,19 @@ Attention-free and unlike the package's own models: what is tested is the pipeli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megads.config.schema import ModelConfig
 from megads.parallel.batch import MicroBatch
-from megads.pipeline.partition import ChunkPlan
+from megads.parallel.layout import ParallelLayout
+from megads.parallel.mesh import Mesh
+from megads.pipeline.executor import PipelineExecutor
+from megads.pipeline.partition import ChunkPlan, StagePlan, plan_stages
+from tests.distributed import mesh_for
 
 VOCAB, HIDDEN = 37, 12
 
@@ -94,3 +99,29 @@ def make_batches(sizes: Sequence[int], seq: int = 7, seed: int = 1) -> list[Micr
 
 def named_grads(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def plan_for(layers: int, pp: int, chunks: int, split: Sequence[int] | None = None) -> StagePlan:
+    config = ModelConfig(
+        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=2, vocab_size=VOCAB
+    )
+    return plan_stages(config, pp, chunks, 7, split)
+
+
+def executor_for(
+    whole: Whole, plan: StagePlan, schedule: str, mesh: Mesh, **more: Callable[..., None]
+) -> PipelineExecutor:
+    pieces = [Piece(whole, chunk) for chunk in plan.chunks_of(mesh.pp.index)]
+    return PipelineExecutor(
+        pieces,
+        plan,
+        schedule,
+        mesh,
+        activation_shape=activation_shape,
+        dtype=torch.float32,
+        **more,
+    )
+
+
+def mesh_of(rank: int, pp: int) -> Mesh:
+    return Mesh.single() if pp == 1 else mesh_for(ParallelLayout(pp=pp), rank)
