@@ -50,8 +50,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of ops, and why it cannot run on a device in a dtype (None: it can)."""
+    """The ops it has, how to get them, and why it cannot run on a device in a dtype (None: it
+    can)."""
 
+    provides: tuple[str, ...]
     operations: Callable[[], dict[str, Any]]
     why_unavailable: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
 
@@ -72,12 +74,12 @@ def backends() -> dict[str, Backend]:
     """All backends by name."""
     return {
         "reference": Backend(
-            lambda: _module_operations(reference, reference.ReferenceCrossEntropy())
+            OPERATIONS, lambda: _module_operations(reference, reference.ReferenceCrossEntropy())
         ),
         "torch": Backend(
-            lambda: _module_operations(torch_native, torch_native.InPlaceCrossEntropy())
+            OPERATIONS, lambda: _module_operations(torch_native, torch_native.InPlaceCrossEntropy())
         ),
-        "compiled": Backend(compiled.operations, compiled.why_unavailable),
+        "compiled": Backend(compiled.PROVIDES, compiled.operations, compiled.why_unavailable),
     }
 
 
@@ -90,38 +92,35 @@ def select_kernels(
     not have to `auto`. Raises KernelUnavailable, naming the choices, for an unknown backend, one
     that cannot run on `device`, or one asked for an op that it does not have.
     """
-    device = torch.device(device)
     known = backends()
+    report = {op: _choose(config, op, known) for op in OPERATIONS}
     opened: dict[str, dict[str, Any]] = {}
-
-    def open_backend(key: str, name: str) -> dict[str, Any]:
-        if name not in known:
-            raise KernelUnavailable(
-                f"{key}={name}: no such backend; choose one of auto, {', '.join(known)}"
-            )
-        reason = known[name].why_unavailable(device, dtype)
+    for operation, name in report.items():
+        reason = known[name].why_unavailable(torch.device(device), dtype)
         if reason:
-            raise KernelUnavailable(f"{key}={name} cannot run here: {reason}")
-        return opened.setdefault(name, known[name].operations())
-
-    chosen: dict[str, Any] = {}
-    report: dict[str, str] = {}
-    for operation in OPERATIONS:
-        key, name = f"kernels.{operation}", getattr(config, operation)
-        if name != "auto":
-            found = open_backend(key, name)
-            if operation not in found:
-                have = [n for n in known if operation in known[n].operations()]
-                raise KernelUnavailable(
-                    f"{key}={name}: this backend does not have the op; choose one of auto, "
-                    f"{', '.join(have)}"
-                )
-        else:
-            name = config.name if config.name != "auto" else "torch"
-            found = open_backend("kernels", name)
-            if operation not in found:
-                name = "torch"
-                found = open_backend("kernels", name)
-        chosen[operation], report[operation] = found[operation], name
+            raise KernelUnavailable(f"kernels.{operation}={name} cannot run here: {reason}")
+        if name not in opened:
+            opened[name] = known[name].operations()
+    chosen = {operation: opened[name][operation] for operation, name in report.items()}
     chosen["adamw"] = chosen.pop("optimizer")
     return Kernels(**chosen), report
+
+
+def _choose(config: KernelsConfig, operation: str, known: dict[str, Backend]) -> str:
+    """The backend that the configuration means for `operation`."""
+    own = getattr(config, operation)
+    key, name = ("kernels", config.name) if own == "auto" else (f"kernels.{operation}", own)
+    if name == "auto":
+        return "torch"
+    if name not in known:
+        raise KernelUnavailable(
+            f"{key}={name}: no such backend; choose one of auto, {', '.join(known)}"
+        )
+    if operation in known[name].provides:
+        return name
+    if own == "auto":
+        return "torch"
+    have = [n for n in known if operation in known[n].provides]
+    raise KernelUnavailable(
+        f"{key}={name}: this backend does not have the op; choose one of auto, {', '.join(have)}"
+    )

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megads.kernels import reference, torch_native
 
+PROVIDES = ("norm", "activation", "rotary", "residual")
+
 
 def why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why nothing can be compiled for `device`; None if it can."""

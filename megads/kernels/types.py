@@ -1,4 +1,4 @@
-"""Small shared types of the kernels: attention patterns, cross entropy statistics, dropout masks."""
+"""Types that kernels share: attention patterns, cross entropy statistics, dropout masks."""
 
 from __future__ import annotations
 

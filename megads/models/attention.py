@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor, at: Pass) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[tokens, heads, head_dim]`, normalized and rotated."""
-        count_q, count_k, count_v = self._heads
+        count_q, count_k, _ = self._heads
         qkv = self.qkv(x)
         if at.rotary is not None and self.q_norm is None:
             qkv = self._rotate(qkv, count_q + count_k, at)

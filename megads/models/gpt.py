@@ -20,7 +20,7 @@ from megads.parallel.collectives import all_gather_dim0
 from megads.parallel.mesh import Axis, Mesh
 from megads.parallel.rng import DropoutRng
 from megads.parallel.sharding import ParamSpec
-from megads.tensor_parallel.layers import column_parallel
+from megads.tensor_parallel.layers import VocabParallelEmbedding, column_parallel
 from megads.tensor_parallel.loss import vocab_parallel_cross_entropy
 
 Recompute = Literal["none", "selective", "full"]
@@ -85,7 +85,7 @@ class GPTStage(nn.Module):
             {str(layer): Block(layer, pattern, context) for layer in plan.layers}
         )
         self.final_norm = context.norm("final_norm") if plan.has_head else None
-        self.head: nn.Module | None = None
+        self.head: VocabParallelEmbedding | None = None
         if plan.has_head and HEAD in self.specs:
             self.head = context.embedding("head")
 
@@ -151,38 +151,34 @@ class GPTStage(nn.Module):
         """This rank's columns `[tokens, padded_vocab / tp]`, of the whole sequence."""
         if self.final_norm is None:
             raise ValueError("only a chunk with the head has logits")
-        if self.head is not None:
-            weight = self.head.weight
-        else:
-            assert self.embedding is not None
-            weight = self.embedding.word.weight
+        holder = self.head if self.head is not None else self.embedding.word  # type: ignore[union-attr]
         return column_parallel(
-            self.final_norm(x), weight, None, self._tp, sequence_parallel=self._sequence_parallel
+            self.final_norm(x),
+            holder.weight,
+            None,
+            self._tp,
+            sequence_parallel=self._sequence_parallel,
         )
 
 
 class Embedding(nn.Module):
     """Word embedding, learned positions and embedding norm, as the family has them."""
 
-    position: nn.Module | None
-
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         config = context.config
-        self._tp, self._sequence_parallel = context.tp, context.sequence_parallel
+        self._sequence_parallel = context.sequence_parallel
         self._residual, self._dropout = context.kernels.residual, config.hidden_dropout
         self.word = context.embedding("embedding.word")
-        self.position = None
-        if config.position == "learned":
-            self.position = nn.Module()
-            self.position.weight = context.parameter("embedding.position.weight")
+        learned = config.position == "learned"
+        self.position = PositionTable(context) if learned else None
         self.norm = context.norm("embedding.norm") if config.embedding_norm else None
 
     def forward(self, ids: Tensor, at: Pass) -> Tensor:
         """`ids` `[tokens]` -> `[tokens, hidden]`, or this rank's `[tokens / tp, hidden]`."""
         x: Tensor = self.word(ids)
         if self.position is not None:
-            x = at.grid.add_positions(x, self._positions(at.grid.seq))
+            x = at.grid.add_positions(x, self.position(at.grid.seq))
         if self.norm is not None:
             x = self.norm(x)
         if at.dropout is not None and self._dropout:
@@ -190,17 +186,24 @@ class Embedding(nn.Module):
             x = self._residual(x, None, dropout=self._dropout, seed=seed)
         return x
 
-    def _positions(self, seq: int) -> Tensor:
-        """Rows of the position embedding for the positions that this rank holds."""
-        assert self.position is not None
-        table: Tensor = self.position.weight
-        if seq > len(table):
-            raise ValueError(f"{seq} positions were given to a model that has {len(table)}")
+
+class PositionTable(nn.Module):
+    """Learned positions."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self._tp, self._sequence_parallel = context.tp, context.sequence_parallel
+        self.weight = context.parameter("embedding.position.weight")
+
+    def forward(self, seq: int) -> Tensor:
+        """Rows of the positions that this rank holds of a sequence of `seq`."""
+        if seq > len(self.weight):
+            raise ValueError(f"{seq} positions were given to a model that has {len(self.weight)}")
         first, share = 0, seq
         if self._sequence_parallel:
             share = seq // self._tp.size
             first = self._tp.index * share
-        return table[first : first + share]
+        return self.weight[first : first + share]
 
 
 def stage_specs(config: ModelConfig, plan: Chunk) -> dict[str, ParamSpec]:

@@ -6,7 +6,7 @@ outside of the column-row pairs. Layers whose weight has a `grad_sink` write its
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,12 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         axis: Axis,
-        sequence_parallel: bool,
+        enter: Literal["copy", "gather"],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        ctx.axis, ctx.gathered = axis, enter == "gather"
         ctx.sink = sink_of(weight)
-        if sequence_parallel:
+        if ctx.gathered:
             x = all_gather_dim0(x, axis)
         if bias is None:
             return torch.mm(x, weight.t())
@@ -61,12 +61,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gathering = reducing = None
-        if ctx.sequence_parallel and needs_weight:
+        if ctx.gathered and needs_weight:
             x, gathering = all_gather_dim0_async(x, ctx.axis)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
             grad_x = full = torch.mm(grad, weight)
-            if ctx.sequence_parallel:
+            if ctx.gathered:
                 grad_x, reducing = reduce_scatter_dim0_async(full, ctx.axis)
             else:
                 reducing = all_reduce_async(full, ctx.axis)
@@ -93,7 +93,8 @@ def column_parallel(
     `[tokens / tp, in]`; `weight`: `[out / tp, in]`; `[tokens, out / tp]` out. Equal to
     `F.linear(copy(x), ...)`, or `F.linear(gather(x), ...)`, of `megads.tensor_parallel.regions`.
     """
-    return _Linear.apply(x, weight, bias, axis, sequence_parallel and axis.size > 1)
+    enter = "gather" if sequence_parallel and axis.size > 1 else "copy"
+    return _Linear.apply(x, weight, bias, axis, enter)
 
 
 def row_parallel(
@@ -105,8 +106,8 @@ def row_parallel(
     `[tokens, out]` out, the same on all ranks, or with `sequence_parallel` `[tokens / tp, out]`.
     """
     if axis.size == 1:
-        return _Linear.apply(x, weight, bias, _ALONE, False)
-    partial = _Linear.apply(x, weight, None, _ALONE, False)
+        return _Linear.apply(x, weight, bias, _ALONE, "copy")
+    partial = _Linear.apply(x, weight, None, _ALONE, "copy")
     leave = regions.reduce_scatter if sequence_parallel else regions.reduce
     out = leave(partial, axis)
     return out if bias is None else out.add_(bias)
@@ -179,7 +180,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are split over the axis, each rank holding a run of the vocabulary."""
+    """An embedding whose rows are split over the axis; a rank holds a run of the vocabulary."""
 
     def __init__(
         self,

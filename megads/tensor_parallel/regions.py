@@ -1,7 +1,8 @@
 """Where activations cross between replicated, partial and sequence-sharded, with their gradients.
 
-Each region is a pair of collectives, one the transpose of the other (Shoeybi et al., 2019; Korthikanti
-et al., 2022). On an axis of size 1 they return their argument and leave no node in the graph.
+Each region is a pair of collectives, one the transpose of the other (Shoeybi et al., 2019;
+Korthikanti et al., 2022). On an axis of size 1 they return their argument and leave no node in the
+graph.
 
 | region           | forward                      | backward                     |
 |------------------|------------------------------|------------------------------|
