@@ -153,6 +153,8 @@ def _pipeline(config: Config) -> Iterator[str]:
             )
     else:
         yield from _split(parallel.split, stages, layers, sizes)
+    if parallel.chunks > 1 and parallel.pp == 1:
+        yield f"parallel.chunks={parallel.chunks} needs parallel.pp of 2 or more, it is 1"
     if parallel.schedule == "interleaved" and parallel.chunks == 1:
         yield "parallel.schedule=interleaved needs parallel.chunks of 2 or more, it is 1"
     if parallel.schedule == "1f1b" and parallel.chunks > 1:
