@@ -141,7 +141,7 @@ class GPTStage(nn.Module):
         config = self.config
         drops = self.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)
         rotary = None
-        if self._rotary is not None:
+        if self._rotary is not None and self.blocks:
             parameter = next(self.parameters())
             tables = self._rotary(grid.seq, dtype=parameter.dtype, device=parameter.device)
             rotary = (grid.repeat(tables[0]), grid.repeat(tables[1]))
