@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megads.kernels.matmul import addmm, mm
 from megads.parallel.collectives import (
     all_gather_dim0,
     all_gather_dim0_async,
@@ -52,8 +53,8 @@ class _Linear(torch.autograd.Function):
         if ctx.gathered:
             x = all_gather_dim0(x, axis)
         if bias is None:
-            return torch.mm(x, weight.t())
-        return torch.addmm(bias, x, weight.t())
+            return mm(x, weight.t())
+        return addmm(bias, x, weight.t())
 
     @staticmethod
     @once_differentiable
@@ -65,7 +66,7 @@ class _Linear(torch.autograd.Function):
             x, gathering = all_gather_dim0_async(x, ctx.axis)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = full = torch.mm(grad, weight)
+            grad_x = full = mm(grad, weight)
             if ctx.gathered:
                 grad_x, reducing = reduce_scatter_dim0_async(full, ctx.axis)
             else:
@@ -76,7 +77,7 @@ class _Linear(torch.autograd.Function):
             if ctx.sink is not None:
                 ctx.sink.add_outer(grad, x)
             else:
-                grad_weight = torch.mm(grad.t(), x)
+                grad_weight = mm(grad.t(), x)
         if needs_bias:
             grad_bias = grad.sum(0)
         if reducing is not None:
