@@ -37,12 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 from megads.config.decode import decode, explain_error, schema_defaults
 from megads.config.files import PRIMARY, config_dir
 from megads.config.keys import (
-    did_you_mean,
     explain_not_an_override,
     explain_unknown_choice,
     explain_unknown_key,
     is_known,
-    near,
 )
 from megads.config.layout_name import EXAMPLES, parse_layout_name
 from megads.config.schema import Config
@@ -55,8 +53,11 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with every problem found, each naming the key it is about.
     """
-    with _session(_parse_args(list(overrides))) as session:
-        return session.config(session.args.overrides)
+    args = _parse_args(list(overrides))
+    if args.multirun or not _is_run(args):
+        raise ConfigError("options like --help and -m are for megads-train started on its own")
+    with _session(args) as session:
+        return session.config(args.overrides)
 
 
 def run_with_hydra(task: Callable[[Config], int], argv: Sequence[str] | None = None) -> int:
@@ -234,10 +235,7 @@ class _Session:
             return [f"{override.input_line}: a setting has a value and cannot be removed"]
         if is_known(key):
             return []
-        close = [f"{group}=..." for group in near(key, groups, count=1)]
-        if "." not in key and close:
-            return [f"{key} is neither a group nor a setting{did_you_mean(close)}"]
-        return [explain_unknown_key(key)]
+        return [explain_unknown_key(key, groups)]
 
     def _group_problems(self, override: Override) -> list[str]:
         group = override.key_or_group

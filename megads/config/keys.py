@@ -104,8 +104,14 @@ def did_you_mean(words: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def explain_unknown_key(key: str) -> str:
-    """One sentence about a key that is not a setting, with the keys that may have been meant."""
+def explain_unknown_key(key: str, groups: Iterable[str] = ()) -> str:
+    """One sentence about a key that is not a setting, with what may have been meant.
+
+    `groups` are those that take a choice, like `model` in `model=gpt-13b`.
+    """
+    close = [f"{group}=..." for group in near(key, groups, count=1)] if "." not in key else []
+    if close:
+        return f"{key} is neither a group nor a setting{did_you_mean(close)}"
     leaves = list(leaf_keys())
     section, _, last = key.rpartition(".")
     word = last.lower().replace("-", "_")

@@ -32,7 +32,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _batch(config, dp)
     problems += _sequence(config)
     problems += _optimizer(config)
-    problems += _evaluation_and_checkpoints(config)
+    problems += _evaluation_and_output(config)
     problems += data_problems(config)
     return problems
 
@@ -248,7 +248,7 @@ def _optimizer(config: Config) -> Iterator[str]:
         )
 
 
-def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
+def _evaluation_and_output(config: Config) -> Iterator[str]:
     data, checkpoint = config.data, config.checkpoint
     if config.eval.every and not data.valid_paths and not data.valid_fraction:
         yield (
@@ -259,6 +259,8 @@ def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
         yield f"checkpoint.keep={checkpoint.keep}: must be -1 (all) or 1 or more"
     if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
         yield f"checkpoint.load={checkpoint.load}: there is no such directory"
+    if config.logging.wandb:
+        yield "logging.wandb=true is not available yet; metrics.jsonl has everything"
     directory = Path(config.run.dir).absolute()
     existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     if not existing.is_dir():

@@ -119,6 +119,8 @@ REFUSED = [
     ("run.dir=${nowhere}", ["nowhere"]),
     ("parallel.tp=[2", ["parallel.tp=[2"]),
     ("foo/bar=1", ["foo/bar"]),
+    ("--help", ["--help"]),
+    ("-m", ["-m"]),
     ("--config-dir=/does/not/exist", ["/does/not/exist"]),
 ]
 

@@ -26,6 +26,9 @@ LLAMA = {
     "activation": "swiglu",
     "norm": "rmsnorm",
     "position": "rope",
+    "qkv_bias": False,
+    "attn_out_bias": False,
+    "mlp_bias": False,
     "tie_embeddings": False,
 }
 
