@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megads.config.schema import Config
-from megads.config.validate import check, make_run_dir
-from megads.errors import ConfigError, DataError, MegadsError
-from megads.launch.env import Started, rank_info, started, this_machine
-from megads.launch.local import handed_over, launch_local, received
+from megads.errors import MegadsError
+from megads.launch.env import rank_info, started, this_machine
 from megads.launch.signals import StopRequest
-from megads.launch.worker import describe, end_with, exit_status, leave, record_failure
-from megads.launch.world import check_fits, local_layout
+from megads.launch.worker import end_with, failed, leave
+
+if TYPE_CHECKING:
+    from megads.config.schema import Config
 
 
 def main() -> None:
@@ -22,13 +22,23 @@ def main() -> None:
         from megads.config.compose import run_with_hydra
 
         sys.exit(run_with_hydra(_launch))
-    with StopRequest():
+    with StopRequest():  # Before the slow imports: until it is there, a signal ends the process.
         end_with(place.launcher_pid)
-        leave(_work(place, sys.argv[1:]))
+        try:
+            status = _train(sys.argv[1:])
+        except BaseException as error:
+            status, text = failed(place, error)
+            if text is not None:
+                print(f"megads-train: {text}", file=sys.stderr)
+        leave(status)
 
 
 def _launch(config: Config) -> int:
     """Check everything that can be checked without starting anything, then run the workers."""
+    from megads.config.validate import check, make_run_dir
+    from megads.launch.local import handed_over, launch_local
+    from megads.launch.world import check_fits, local_layout
+
     try:
         machine = this_machine()
         layout = local_layout(config, machine)
@@ -42,18 +52,11 @@ def _launch(config: Config) -> int:
         return error.exit_status
 
 
-def _work(place: Started, arguments: Sequence[str]) -> int:
-    """One rank's run, from its configuration to its exit status."""
-    try:
-        return _train(arguments)
-    except BaseException as error:
-        record_failure(error, place.error_file)
-        if place.launcher_pid is None and _speaks(place, error):
-            print(f"megads-train: rank {place.rank}: {describe(error)}", file=sys.stderr)
-        return exit_status(error)
-
-
 def _train(arguments: Sequence[str]) -> int:
+    """One rank's run, from its configuration to its exit status."""
+    from megads.config.validate import check, make_run_dir
+    from megads.launch.local import received
+
     config = received(arguments)
     if config is None:
         from megads.config.compose import compose
@@ -66,24 +69,10 @@ def _train(arguments: Sequence[str]) -> int:
     from megads.parallel.start import start_process_group, stop_process_group
     from megads.train.loop import train
 
-    start_process_group(
-        rank=info.rank,
-        world_size=info.world_size,
-        backend=info.backend,
-        init_method=info.init_method,
-        device=info.device,
-        timeout_s=config.launch.timeout_s,
-    )
+    start_process_group(info, timeout_s=config.launch.timeout_s)
     status = train(config, info)
     stop_process_group()
     return status
-
-
-def _speaks(place: Started, error: BaseException) -> bool:
-    """A fault of the configuration is the same on all ranks; files differ between machines."""
-    if isinstance(error, ConfigError):
-        return place.rank == 0 or (isinstance(error, DataError) and place.local_rank == 0)
-    return True
 
 
 if __name__ == "__main__":

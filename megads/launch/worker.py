@@ -11,7 +11,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import MegadsError
+from megads.errors import ConfigError, DataError, MegadsError
+from megads.launch.env import Started
 
 
 def describe(error: BaseException) -> str:
@@ -41,6 +42,23 @@ def record_failure(error: BaseException, path: Path | None) -> None:
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"message": message}))
     temporary.replace(path)
+
+
+def failed(place: Started, error: BaseException) -> tuple[int, str | None]:
+    """Report that this rank stops for `error`: its exit status, and what it says on stderr, if it
+    is the one to speak.
+
+    The local launcher shows the first failure of all ranks, so its workers are silent. Under other
+    launchers a fault of the configuration, the same everywhere, is for rank 0 to tell, and one of
+    files, which may differ between machines, for the first rank of each machine.
+    """
+    record_failure(error, place.error_file)
+    speaks = place.launcher_pid is None
+    if isinstance(error, DataError):
+        speaks &= place.local_rank == 0
+    elif isinstance(error, ConfigError):
+        speaks &= place.rank == 0
+    return exit_status(error), f"rank {place.rank}: {describe(error)}" if speaks else None
 
 
 def end_with(launcher: int | None, *, interval_s: float = 1.0) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megads.errors import LayoutError
 from megads.launch.env import started
-from megads.launch.worker import end_with, exit_status, leave, record_failure
+from megads.launch.worker import end_with, failed, leave
 
 
 def main() -> None:
@@ -22,8 +22,7 @@ def main() -> None:
     try:
         act(what, place.rank, directory)
     except BaseException as error:
-        record_failure(error, place.error_file)
-        leave(exit_status(error))
+        leave(failed(place, error)[0])
     leave(0)
 
 
