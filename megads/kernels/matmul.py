@@ -34,3 +34,19 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu" and _is_slow(a.dtype):
         return torch.addmm(bias.float(), a.float(), b.float()).to(a.dtype)
     return torch.addmm(bias, a, b)
+
+
+def accumulate_product(out: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:
+    """`out += a @ b` in place, or `out = a @ b`; an fp32 `out` of narrow factors is common.
+
+    Where the product runs in fp32 it goes straight into `out`: no temporary of its size, no
+    rounding to the narrow type, no addition afterwards.
+    """
+    if a.dtype != out.dtype and a.device.type == "cpu" and _is_slow(a.dtype):
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=0 if overwrite else 1, out=out)
+    elif overwrite:
+        out.copy_(torch.mm(a, b))
+    else:
+        out.add_(torch.mm(a, b))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megads.kernels.matmul import accumulate_product
 from megads.parallel import collectives
 from megads.parallel.collectives import Handle
 from megads.parallel.mesh import Mesh
@@ -33,12 +34,7 @@ class BucketSink:
         self._contributed()
 
     def add_outer(self, grad_output: Tensor, inputs: Tensor) -> None:
-        if grad_output.dtype != self.view.dtype:
-            self.add(grad_output.t() @ inputs)
-            return
-        # One GEMM straight into the bucket: no gradient tensor, no addition afterwards.
-        beta = 0 if self.is_fresh else 1
-        torch.addmm(self.view, grad_output.t(), inputs, beta=beta, out=self.view)
+        accumulate_product(self.view, grad_output.t(), inputs, overwrite=self.is_fresh)
         self._contributed()
 
     def add_rows(self, rows: Tensor, grad: Tensor) -> None:

@@ -23,3 +23,15 @@ def test_products(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, slow: boo
     ):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_products_accumulate_in_fp32(dtype: torch.dtype, overwrite: bool) -> None:
+    a, b = torch.randn(7, 33).to(dtype), torch.randn(33, 5).to(dtype)
+    start = torch.full((7, 5), float("nan")) if overwrite else torch.randn(7, 5)
+    out = start.clone()
+    matmul.accumulate_product(out, a, b, overwrite=overwrite)
+    exact = a.double() @ b.double() + (0 if overwrite else start.double())
+    error = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=error)
