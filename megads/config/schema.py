@@ -256,8 +256,6 @@ class LoggingConfig(Group):
 
     every: Positive = 1
     """Steps between lines of metrics.jsonl and of the console."""
-    wandb: bool = False
-    project: str = "megads"
     peak_tflops: PositiveFloat | None = None
     """Peak of one device in TFLOP/s, for MFU; None looks the device up."""
 

@@ -259,8 +259,6 @@ def _evaluation_and_output(config: Config) -> Iterator[str]:
         yield f"checkpoint.keep={checkpoint.keep}: must be -1 (all) or 1 or more"
     if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
         yield f"checkpoint.load={checkpoint.load}: there is no such directory"
-    if config.logging.wandb:
-        yield "logging.wandb=true is not available yet; metrics.jsonl has everything"
     directory = Path(config.run.dir).absolute()
     existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     if not existing.is_dir():

@@ -9,7 +9,7 @@ from megads.config.keys import leaf_keys
 PACKAGE = Path(megads.__file__).parent
 
 # Any value but the default is refused (tests/config/test_validate.py).
-NOT_YET = ["parallel.offload", "logging.wandb", "logging.project"]
+NOT_YET = ["parallel.offload"]
 
 
 def attributes_read(sources: list[str]) -> set[str]:

@@ -121,7 +121,6 @@ IMPOSSIBLE = [
     ("data.tokenizer=/no/t.json", None, ["data.tokenizer=/no/t.json", "byte"]),
     ("model.vocab_size=200", None, ["vocab_size=200", "257"]),
     ("checkpoint.keep=0", None, ["checkpoint.keep=0", "-1"]),
-    ("logging.wandb=true", None, ["logging.wandb=true", "not available yet"]),
     ("checkpoint.load=/no/such", None, ["checkpoint.load=/no/such"]),
 ]
 
