@@ -33,9 +33,17 @@ sys.exit(status)
 
 
 def _alive(directory: Path) -> list[int]:
+    """The workers that still run; a zombie has ended, whoever is late to collect it."""
     pids = [int(path.read_text()) for path in directory.glob("pid-*")]
     assert pids
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [pid for pid in pids if _state(pid) not in ("gone", "Z")]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
 
 
 def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
