@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from megads.errors import LayoutError
@@ -71,8 +72,9 @@ def wait_for_end_of(file: Path) -> None:
     while not file.exists() or not file.read_text():
         time.sleep(0.01)
     stat = Path("/proc", file.read_text(), "stat")
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":
