@@ -95,7 +95,7 @@ def test_training_flops_are_those_torch_counts(family, fields, batch, seq):
     assert training_flops(model, batch, seq) == measured
 
 
-def test_the_reported_case():
+def test_gated_and_grouped_models_are_not_counted_as_plain_ones():
     """One SwiGLU model with grouped KV heads, and the two formulas that people use for it."""
     model = ModelConfig(**LLAMA)
     tokens = 2 * 32

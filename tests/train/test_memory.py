@@ -1,4 +1,4 @@
-"""Nothing outlives its step. Covers the reported fault 81."""
+"""Nothing outlives its step: memory does not grow from one to the next."""
 
 from __future__ import annotations
 

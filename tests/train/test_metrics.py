@@ -1,4 +1,4 @@
-"""What a run reports. Covers the reported faults 69, 71 and 72."""
+"""What a run reports: speed, losses of unevenly masked batches, one line per logged step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_one_line_per_logged_step_and_evaluation(
 def test_evaluation_is_the_mean_over_the_samples(
     tmp_path: Path, data: str, workers: Workers, samples: str
 ) -> None:
-    """Case 50: the same number on every layout, equal to the dense mean over counted samples."""
+    """The same number on every layout, equal to the dense mean over counted samples."""
     fraction = "0.05" if samples == "fewer than a batch" else "0.5"
     options = [f"data.valid_fraction={fraction}", "eval.every=1", "eval.steps=2", "train.steps=1"]
     options += ["optim.lr=0", "optim.min_lr=0"]
@@ -155,7 +155,7 @@ def uneven_mask(tokens: torch.Tensor) -> torch.Tensor:
 def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(
     tmp_path: Path, data: str, workers: Workers
 ) -> None:
-    """Case 71: unequal numbers of loss tokens on ranks and microbatches, also zero."""
+    """Unequal numbers of loss tokens on ranks and microbatches, also zero."""
     curves = {}
     for name, options in {
         "single": [],
