@@ -180,7 +180,7 @@ def retain(directory: Path, keep: int, newest: int) -> None:
     ]
     if keep >= 0:
         older = [step for step in committed_steps(directory) if step != newest]
-        surplus = older[: len(older) - (max(keep, 1) - 1)]
+        surplus = older[: max(0, len(older) - (max(keep, 1) - 1))]
         doomed += [step_path(directory, step) for step in surplus]
     for path in doomed:
         try:

@@ -145,7 +145,9 @@ def attention(
             q, k, v, 0.0, True, attn_mask=bias
         )
     else:
-        bias = pattern.bias(seq, q.device, causal=True).to(q.dtype)
+        # Relative distances: what is rounded in a narrow type then is small or matters little.
+        bias = pattern.bias(seq, q.device, causal=True)
+        bias = (bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]).to(q.dtype)
         out = _seeded_sdpa(q, k, v, bias, dropout, seed, grouped=grouped)
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -196,7 +198,10 @@ class _Dropout(torch.autograd.Function):
 
 class InPlaceCrossEntropy:
     """See `megads.kernels.types.CrossEntropy`. Exponentials are taken once, in fp32, and stored in
-    the logits' own memory and dtype; the pass back is one multiplication."""
+    the logits' own memory and dtype; the pass back is one multiplication.
+
+    In fp16 they are stored times 2^15, which fills its range: small probabilities would be lost
+    before the loss scale could save them."""
 
     def exponentiate_(self, logits: Tensor, targets: Tensor, valid: int) -> RowStatistics:
         tokens = logits.shape[0]
@@ -216,12 +221,13 @@ class InPlaceCrossEntropy:
             wide.sub_(top[:, None]).exp_()
             torch.sum(wide, dim=1, out=total[rows])
             if wide is not chunk:
-                chunk.copy_(wide)
+                chunk.copy_(wide.mul_(_stored_scale(logits.dtype)))
         return RowStatistics(maximum, total, target)
 
     def gradient_(
         self, exponentials: Tensor, factor: Tensor, targets: Tensor, at_target: Tensor
     ) -> Tensor:
+        factor = factor / _stored_scale(exponentials.dtype)
         for rows in _row_chunks(exponentials, exponentials.shape[1]):
             exponentials[rows].mul_(factor[rows, None])
         column = targets.clamp(min=0)[:, None]
@@ -229,6 +235,10 @@ class InPlaceCrossEntropy:
         value = at_target[:, None].to(exponentials.dtype)
         value = torch.where(here, value, exponentials.gather(1, column))
         return exponentials.scatter_(1, column, value)
+
+
+def _stored_scale(dtype: torch.dtype) -> float:
+    return 2.0**15 if dtype == torch.float16 else 1.0
 
 
 def _row_chunks(matrix: Tensor, columns: int) -> list[slice]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from megads.config.schema import ModelConfig
-from megads.parallel.sharding import Init, ParamSpec, Part, TpGradient
+from megads.parallel.sharding import Edge, Init, ParamSpec, Part
 
 WORD_EMBEDDING = "embedding.word.weight"
 HEAD = "head.weight"
@@ -75,14 +75,21 @@ def _embedding_specs(config: ModelConfig) -> list[ParamSpec]:
 
 
 def _norm(
-    name: str, config: ModelConfig, layer: int | None = None, edge: str | None = None
+    name: str, config: ModelConfig, layer: int | None = None, edge: Edge | None = None
 ) -> list[ParamSpec]:
-    gradient: TpGradient = "partial_if_sequence_parallel"
-    place = {"tp_gradient": gradient, "layer": layer, "edge": edge}
-    specs = [ParamSpec(f"{name}.weight", (config.hidden_size,), "norm", ONES, **place)]  # type: ignore[arg-type]
-    if config.norm == "layernorm":
-        specs.append(ParamSpec(f"{name}.bias", (config.hidden_size,), "norm", ZEROS, **place))  # type: ignore[arg-type]
-    return specs
+    kinds = {"weight": ONES} | ({"bias": ZEROS} if config.norm == "layernorm" else {})
+    return [
+        ParamSpec(
+            f"{name}.{kind}",
+            (config.hidden_size,),
+            "norm",
+            init,
+            tp_gradient="partial_if_sequence_parallel",
+            layer=layer,
+            edge=edge,
+        )
+        for kind, init in kinds.items()
+    ]
 
 
 def _projection(

@@ -10,7 +10,7 @@ from torch import Tensor
 from megads.parallel import collectives
 from megads.parallel.mesh import Mesh
 
-ROW = 4096
+ROW = 256
 """Elements that are summed in fp32 before fp64 takes over."""
 
 
@@ -19,7 +19,7 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
     Torch's fp32 norm of 16 million elements is off by 6e-4 on a CPU, which would make clipping
     depend on how the model is cut. Short rows in fp32 and their sum in fp64 cost the same and are
-    exact to 1e-9.
+    exact to 1e-7, for values that spread over many orders of magnitude too.
     """
     whole = flat.numel() // ROW * ROW
     total = flat[whole:].double().square().sum()

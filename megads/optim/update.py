@@ -37,7 +37,7 @@ class UpdateRule(Protocol):
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) and bias correction."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimConfig, kernel: Callable[..., None]) -> None:
         self._betas, self._eps, self._kernel = config.betas, config.eps, kernel
@@ -76,7 +76,7 @@ class SGD:
 
     def __init__(self, config: OptimConfig) -> None:
         self._momentum = config.momentum
-        self.state_names = ("momentum",) if config.momentum else ()
+        self.state_names: tuple[str, ...] = ("momentum",) if config.momentum else ()
 
     def __call__(
         self,
@@ -89,17 +89,17 @@ class SGD:
         weight_decay: float,
         grad_scale: Tensor | None,
     ) -> None:
-        params, directions = list(params), list(grads)
+        weights, directions = list(params), list(grads)
         if grad_scale is not None:
             torch._foreach_div_(directions, grad_scale)
         if weight_decay:
-            torch._foreach_mul_(params, 1 - lr * weight_decay)
+            torch._foreach_mul_(weights, 1 - lr * weight_decay)
         if self._momentum:
             momenta = list(states[0])
             torch._foreach_mul_(momenta, self._momentum)
             torch._foreach_add_(momenta, directions)
             directions = momenta
-        torch._foreach_add_(params, directions, alpha=-lr)
+        torch._foreach_add_(weights, directions, alpha=-lr)
 
 
 def make_update_rule(config: OptimConfig, adamw_kernel: Callable[..., None]) -> UpdateRule:

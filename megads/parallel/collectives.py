@@ -29,6 +29,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Waitable(Protocol):
+    """Work that torch.distributed has started."""
+
     def wait(self) -> object: ...
 
 

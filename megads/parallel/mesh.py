@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,7 @@ class Mesh:
 
     `kv`: tensor-parallel peers holding copies of the same KV heads (size 1 unless there are fewer
     KV heads than tp ranks). `tied`: the first and last pipeline stage at this (dp, tp) position,
-    on those stages and with pp > 1. `model`: all ranks of this data-parallel replica.
-    `world`: all ranks of the layout.
+    on those stages and with pp > 1. `world`: all ranks of the layout.
     """
 
     layout: ParallelLayout
@@ -64,11 +64,9 @@ class Mesh:
     dp: Axis
     kv: Axis
     tied: Axis
-    model: Axis
     world: Axis
     links: PipelineLinks
     device: torch.device
-    _all_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -82,7 +80,6 @@ class Mesh:
             one("dp"),
             one("kv"),
             one("tied"),
-            one("model"),
             one("world"),
             PipelineLinks(),
             torch.device(device),
@@ -96,21 +93,21 @@ class Mesh:
         *,
         num_kv_heads: int | None = None,
         device: torch.device | str = "cpu",
+        timeout_s: float = 600.0,
     ) -> Mesh:
         """Create all groups of `layout` on an initialized process group.
 
         Collective over the default group, whose first `layout.world_size` ranks form the mesh;
-        ranks outside the mesh must not call it.
+        ranks outside the mesh must not call it. A collective that waits longer than `timeout_s`
+        ends the job.
         """
         if layout.world_size == 1:
             return cls.single(device)
         coords = layout.coords(rank)
-        made: list[dist.ProcessGroup] = []
+        limit = timedelta(seconds=timeout_s)
 
         def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
-            mine, group = _new_groups(groups, rank)
-            if group is not None:
-                made.append(group)
+            mine, group = _new_groups(groups, rank, limit)
             return Axis(name, len(mine), mine.index(rank), mine, group)
 
         def along(name: AxisName) -> Axis:
@@ -119,28 +116,9 @@ class Mesh:
         tp, pp, dp = along("tp"), along("pp"), along("dp")
         kv = axis("kv", layout.kv_groups(num_kv_heads or layout.tp))
         tied = axis("tied", _tied_groups(layout))
-        model = axis("model", layout.groups("tp", "pp"))
         world = axis("world", [tuple(range(layout.world_size))])
-        links = _pipeline_links(layout, rank, made)
-        return cls(
-            layout,
-            coords,
-            tp,
-            pp,
-            dp,
-            kv,
-            tied,
-            model,
-            world,
-            links,
-            torch.device(device),
-            tuple(made),
-        )
-
-    def destroy(self) -> None:
-        """Destroy the groups made by `build`, the default group excepted."""
-        for group in self._all_groups:
-            dist.destroy_process_group(group)
+        links = _pipeline_links(layout, rank, torch.device(device), limit)
+        return cls(layout, coords, tp, pp, dp, kv, tied, world, links, torch.device(device))
 
     @property
     def is_first_stage(self) -> bool:
@@ -152,7 +130,7 @@ class Mesh:
 
 
 def _new_groups(
-    groups: list[tuple[int, ...]], rank: int
+    groups: list[tuple[int, ...]], rank: int, timeout: timedelta
 ) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
     """Create every group with more than one member, in one order on all ranks; return mine.
 
@@ -164,7 +142,8 @@ def _new_groups(
         if rank in ranks:
             mine = ranks
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks))
+            # Without a timeout here a group has torch's default, not the default group's.
+            group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
                 mine_group = group
     return mine, mine_group
@@ -177,9 +156,14 @@ def _tied_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:
 
 
 def _pipeline_links(
-    layout: ParallelLayout, rank: int, made: list[dist.ProcessGroup]
+    layout: ParallelLayout, rank: int, device: torch.device, timeout: timedelta
 ) -> PipelineLinks:
-    """Two groups per adjacent pair of the ring of stages: one for activations, one for gradients."""
+    """Two groups per adjacent pair of the ring of stages: for activations and for gradients.
+
+    Each link carries one element at once, in an order that all ranks share: NCCL connects two
+    ranks at their first message and blocks the host meanwhile, which in the order of a pipeline
+    schedule could wait for ever.
+    """
     if layout.pp == 1:
         return PipelineLinks()
     ends: dict[str, Neighbour] = {}
@@ -187,12 +171,14 @@ def _pipeline_links(
         for stage, here in enumerate(stages):
             after = stages[(stage + 1) % len(stages)]
             for kind, source, target in (("activation", here, after), ("gradient", after, here)):
-                group = dist.new_group([here, after])
+                group = dist.new_group([here, after], timeout=timeout)
                 if rank not in (here, after):
                     continue
-                made.append(group)
+                first = torch.zeros(1, device=device)
                 if rank == source:
                     ends[f"{kind}_out"] = Neighbour(target, group)
+                    dist.send(first, target, group=group)
                 else:
                     ends[f"{kind}_in"] = Neighbour(source, group)
+                    dist.recv(first, source, group=group)
     return PipelineLinks(**ends)

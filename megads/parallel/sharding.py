@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["matrix", "norm", "bias", "embedding"]
+Edge = Literal["first", "last"]
 TpGradient = Literal["sharded", "identical", "partial_if_sequence_parallel", "partial"]
 
 
@@ -84,7 +85,7 @@ class ParamSpec:
     pad_multiple: int | None = None
     tp_gradient: TpGradient = "identical"
     layer: int | None = None
-    edge: Literal["first", "last"] | None = None
+    edge: Edge | None = None
     tied: bool = False
 
     @property
@@ -165,18 +166,17 @@ def flat_range_boxes(
     shape = spec.local_shape(tp)
     columns = shape[1] if len(shape) == 2 else 1
     stop = math.prod(shape) if stop is None else stop
-    column_offset = 0
+    column_offset = copy_index = 0
+    rows: tuple[Slab, ...]
     if spec.tp_dim is None:
         rows = (Slab(0, 0, shape[0], tp),)
         copy_index = index
     elif spec.tp_dim == 0:
         rows = spec.slabs(tp, index)
-        copy_index = 0
     else:
         (columns_slab,) = spec.slabs(tp, index)
         column_offset = columns_slab.start
         rows = (Slab(0, 0, shape[0], 1),)
-        copy_index = 0
     for slab in rows:
         if spec.tp_dim == 0:
             copy_index = index % slab.copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import torch
 
 from megads.checkpoint.store import CheckpointStore
 from megads.config.schema import Config
-from megads.config.validate import make_run_dir, resolve_layout
+from megads.config.validate import resolve_layout
 from megads.data.loader import TokenLoader, open_loader
 from megads.data.prepare import prepare_data
 from megads.data.sampler import BatchRampup
 from megads.kernels.api import Kernels, select_kernels
 from megads.launch.env import RankInfo
+from megads.models.families import param_count
 from megads.models.gpt import GPTStage
 from megads.models.init import initialize_parameter
 from megads.optim.lr import learning_rate
@@ -70,54 +72,89 @@ class RunParts:
         remaining = steps - self.state.step - 1
         return learning_rate(optim, consumed, self.rampup.consumed_after(remaining, consumed))
 
+    def microbatches(self, batch: BatchPlan) -> list[MicroBatch]:
+        """This rank's part of the global batch that comes next."""
+        return self.loader.batches(
+            self.state.samples,
+            batch.global_batch_size,
+            batch.micro_batch_size,
+            batch.dp,
+            self.mesh.dp.index,
+        )
+
+    @property
+    def layout_sizes(self) -> dict[str, int]:
+        """Sizes of the layout, for people; loading does not need them."""
+        layout, parallel = self.mesh.layout, self.config.parallel
+        return {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "dp": layout.dp,
+            "chunks": parallel.chunks,
+            "zero": parallel.zero,
+        }
+
+    def describe(self, backends: dict[str, str]) -> str:
+        """A few lines on what is about to run; `backends` says who computes each op."""
+        model, split = self.config.model, "-".join(map(str, self.plan.split))
+        return (
+            f"model {model.name}: {param_count(model) / 1e6:.3g} M parameters, {model.num_layers} "
+            f"layers, hidden {model.hidden_size}, vocabulary {model.vocab_size}\n"
+            f"layout {_pairs(self.layout_sizes)} on {self.mesh.device.type}; layers per stage "
+            f"{split}; precision {self.config.precision.name}\n"
+            f"kernels {_pairs(backends)}"
+        )
+
+
+def _pairs(values: Mapping[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
 
 def build(config: Config, info: RankInfo) -> RunParts:
-    """Make everything of a run, resumed from its newest checkpoint if there is one. Collective.
+    """Make everything of a run, at step 0 with its initial weights. Collective.
 
-    The process group must have been started. Raises ConfigError or CheckpointError.
+    The process group must have been started. Raises ConfigError, or DataError for data that does
+    not suit the model.
     """
     layout = resolve_layout(config, info.world_size)
-    mesh = Mesh.build(layout, info.rank, num_kv_heads=config.model.num_kv_heads, device=info.device)
-    plan = plan_stages(
-        config.model,
-        layout.pp,
-        config.parallel.chunks,
-        config.train.seq_length,
-        split=config.parallel.split,
+    mesh = Mesh.build(
+        layout,
+        info.rank,
+        num_kv_heads=config.model.num_kv_heads,
+        device=info.device,
+        timeout_s=config.launch.timeout_s,
     )
-    dtype = DTYPES[config.precision.name]
-    kernels, chosen = select_kernels(config.kernels, mesh.device, dtype)
+    parallel, dtype = config.parallel, DTYPES[config.precision.name]
+    plan = plan_stages(
+        config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split
+    )
+    kernels, backends = select_kernels(config.kernels, mesh.device, dtype)
     modules = build_modules(config, plan, mesh, kernels, dtype)
     buckets = build_parameters(config, modules, mesh, dtype)
     rule = make_update_rule(config.optim, kernels.adamw)
-    optimizer = ZeroOptimizer(buckets, mesh, rule, config.optim, stage=config.parallel.zero)
+    optimizer = ZeroOptimizer(buckets, mesh, rule, config.optim, stage=parallel.zero)
+    # No rng is built: dropout, like initial weights, is seeded by where it happens.
     state = TrainState(run_id=collectives.broadcast_object(secrets.token_hex(4), mesh.world))
-    scaler = LossScaler(config.precision)
     executor = build_executor(config, plan, modules, mesh, dtype, state)
-    make_run_dir(config)
     loader, valid_loader = build_loaders(config, mesh)
-    store = CheckpointStore(
-        Path(config.run.dir) / "checkpoints", mesh.world, keep=config.checkpoint.keep
-    )
-    writes = mesh.world.index == 0
-    metrics = Metrics(Path(config.run.dir) / "metrics.jsonl", writes=writes)
+    run_dir, is_first = Path(config.run.dir), mesh.world.index == 0
+    run_dir.mkdir(parents=True, exist_ok=True)
     parts = RunParts(
-        config,
-        mesh,
-        plan,
-        modules,
-        executor,
-        optimizer,
-        scaler,
-        BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size),
-        loader,
-        valid_loader,
-        store,
-        metrics,
-        state,
+        config=config,
+        mesh=mesh,
+        plan=plan,
+        modules=modules,
+        executor=executor,
+        optimizer=optimizer,
+        scaler=LossScaler(config.precision),
+        rampup=BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size),
+        loader=loader,
+        valid_loader=valid_loader,
+        store=CheckpointStore(run_dir / "checkpoints", mesh.world, keep=config.checkpoint.keep),
+        metrics=Metrics(run_dir / "metrics.jsonl", writes=is_first),
+        state=state,
     )
-    metrics.note(describe(parts, chosen))
-    resume(parts)
+    parts.metrics.note(parts.describe(backends))
     return parts
 
 
@@ -178,11 +215,7 @@ def build_executor(
     state: TrainState,
 ) -> PipelineExecutor:
     """The pipeline schedule over this rank's chunks; dropout is seeded before each forward."""
-    parallel = config.parallel
-    schedule = parallel.schedule
-    if schedule == "auto":
-        schedule = "interleaved" if parallel.chunks > 1 else "1f1b"
-    shards = mesh.tp.size if parallel.sequence_parallel else 1
+    shards = mesh.tp.size if config.parallel.sequence_parallel else 1
 
     def activation_shape(microbatch: MicroBatch) -> tuple[int, ...]:
         batch, seq = microbatch.tokens.shape
@@ -194,7 +227,7 @@ def build_executor(
     return PipelineExecutor(
         modules,
         plan,
-        schedule,
+        config.parallel.schedule,
         mesh,
         activation_shape=activation_shape,
         dtype=dtype,
@@ -205,7 +238,7 @@ def build_executor(
 def build_loaders(config: Config, mesh: Mesh) -> tuple[TokenLoader, TokenLoader | None]:
     """Training and, if any is asked for, validation data.
 
-    One rank tokenizes what is not tokenized yet; the others wait for it.
+    The first rank tokenizes what is not tokenized yet; the others then find it done.
     """
     if mesh.world.index == 0:
         prepare_data(config)
@@ -215,64 +248,3 @@ def build_loaders(config: Config, mesh: Mesh) -> tuple[TokenLoader, TokenLoader 
     if not config.eval.every:
         return train, None
     return train, open_loader(config, data, "valid", device=mesh.device)
-
-
-def resume(parts: RunParts) -> None:
-    """Continue from the run's newest checkpoint, or start from `checkpoint.load`. Collective."""
-    config, store = parts.config.checkpoint, parts.store
-    newest = store.latest()
-    if newest is None and config.load is None:
-        parts.optimizer.refresh_masters()
-        return
-    weights_only = newest is None and config.load_what == "weights"
-    kinds = ("param",) if weights_only else parts.optimizer.state_kinds
-    wanted = list(parts.optimizer.pieces(only_owned=False, kinds=kinds))
-    source = newest if newest is not None else Path(config.load or "")
-    loaded = store.load(source, wanted, model=parts.config.model)
-    parts.optimizer.publish()
-    if not weights_only:
-        saved = loaded.state
-        parts.optimizer.updates = int(saved["optimizer_updates"])
-        parts.scaler.load_state_dict(saved["scaler"])
-        parts.state.restore(saved["train"])
-    parts.metrics.note(f"loaded {loaded.path}: step {parts.state.step}")
-
-
-def save(parts: RunParts) -> None:
-    """Write a checkpoint of the current step. Collective."""
-    parts.store.save(
-        parts.state.step,
-        parts.optimizer.pieces(only_owned=True),
-        state={
-            "train": parts.state.to_dict(),
-            "scaler": parts.scaler.state_dict(),
-            "optimizer_updates": parts.optimizer.updates,
-        },
-        meta={"model": parts.config.model, "layout": describe_layout(parts)},
-    )
-
-
-def describe_layout(parts: RunParts) -> dict[str, int]:
-    """Sizes of the layout, for people; loading does not need them."""
-    layout, parallel = parts.mesh.layout, parts.config.parallel
-    return {
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "chunks": parallel.chunks,
-        "zero": parallel.zero,
-    }
-
-
-def describe(parts: RunParts, kernels: dict[str, str]) -> str:
-    """One paragraph on what is about to run."""
-    config = parts.config
-    sizes = " ".join(f"{k}={v}" for k, v in describe_layout(parts).items())
-    backends = " ".join(f"{op}={backend}" for op, backend in kernels.items())
-    return (
-        f"model {config.model.name}: {config.model.num_layers} layers, hidden "
-        f"{config.model.hidden_size}, vocabulary {config.model.vocab_size}\n"
-        f"layout {sizes} on {parts.mesh.device.type}; layers per stage "
-        f"{'-'.join(map(str, parts.plan.split))}; precision {config.precision.name}\n"
-        f"kernels {backends}"
-    )

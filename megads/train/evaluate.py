@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megads.train.build import RunParts
-from megads.train.step import count_loss_tokens, reduce_loss
+from megads.train.step import agree, count_loss_tokens
 
 
 def evaluate(parts: RunParts) -> float:
@@ -17,7 +17,7 @@ def evaluate(parts: RunParts) -> float:
     plan = loader.evaluation_plan(parts.config.eval.steps, train.global_batch_size)
     for module in parts.modules:
         module.eval()
-    loss = tokens = 0.0
+    loss, tokens = 0.0, 0
     for index in range(plan.num_batches):
         microbatches = loader.evaluation_batches(
             plan,
@@ -27,9 +27,8 @@ def evaluate(parts: RunParts) -> float:
             dp_size=dp.size,
             dp_index=dp.index,
         )
-        counted = count_loss_tokens(microbatches, parts)
-        sums = reduce_loss(parts.executor.evaluate(microbatches), counted, parts)
-        loss, tokens = loss + sums.loss, tokens + sums.tokens
+        tokens += count_loss_tokens(microbatches, parts.mesh)
+        loss += agree(parts.executor.evaluate(microbatches), parts.mesh)[0]
     for module in parts.modules:
         module.train()
     return loss / tokens

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import yaml
-
+from megads.config.decode import to_yaml
 from megads.config.schema import Config
 from megads.errors import NonFiniteError
 from megads.launch.env import RankInfo
 from megads.launch.signals import StopRequest
 from megads.models.flops import device_peak_tflops, training_flops
-from megads.train.build import RunParts, build, save
+from megads.parallel.collectives import synchronize
+from megads.train.build import RunParts, build
+from megads.train.checkpointing import resume, save
 from megads.train.evaluate import evaluate
 from megads.train.metrics import device_name, peak_memory_bytes
 from megads.train.step import StepResult, train_step
@@ -29,6 +30,7 @@ def train(config: Config, info: RankInfo) -> int:
     with StopRequest() as stop:
         parts = build(config, info)
         try:
+            resume(parts)
             return _run(parts, stop)
         finally:
             parts.loader.close()
@@ -42,10 +44,12 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
         parts.metrics.note(f"already finished: step {state.step} of {steps}")
         return FINISHED
     _write_config(parts)
+    parts.metrics.rewind(state.step)
     saved_at = state.step
     while state.step < steps:
         started = time.perf_counter()
         result = train_step(parts, stop_requested=stop.requested)
+        synchronize(parts.mesh.device)
         _report(parts, result, time.perf_counter() - started)
         _check_finite(parts, result)
         is_last = state.step == steps
@@ -110,10 +114,13 @@ def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
 
 
 def _write_config(parts: RunParts) -> None:
-    """Record the resolved configuration of the run, replacing that of an earlier start."""
-    if parts.mesh.world.index == 0:
-        path = Path(parts.config.run.dir) / "config.yaml"
-        text = yaml.safe_dump(parts.config.model_dump(mode="json"), sort_keys=False)
-        temporary = path.with_suffix(".yaml.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+    """Record the resolved configuration; another one of an earlier start is kept beside it."""
+    if parts.mesh.world.index:
+        return
+    path = Path(parts.config.run.dir) / "config.yaml"
+    text = to_yaml(parts.config)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        path.replace(path.with_name(f"config.before-step-{parts.state.step + 1}.yaml"))
+    temporary = path.with_suffix(".yaml.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

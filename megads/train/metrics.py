@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 from megads.parallel import collectives
 from megads.parallel.mesh import Mesh
@@ -30,27 +37,25 @@ class Display(Protocol):
 
 
 class LiveDisplay:
-    """One line that is redrawn: progress, loss, speed, time left."""
+    """One line that is redrawn: steps done, loss, speed, time left."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.description}"),
+            TextColumn(
+                "step {task.completed}/{task.total}  {task.description}",
+                table_column=Column(no_wrap=True, overflow="ellipsis"),
+            ),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
         )
-        self._task: int | None = None
+        self._task: TaskID | None = None
 
     def step(self, values: Mapping[str, Value], total_steps: int) -> None:
         step = int(values["step"] or 0)
         if self._task is None:
             self._task = self._progress.add_task("", total=total_steps, completed=step - 1)
             self._progress.start()
-        self._progress.update(
-            self._progress.task_ids[0], completed=step, description=_summary(values)
-        )
+        self._progress.update(self._task, completed=step, description=_summary(values))
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
@@ -105,7 +110,8 @@ class Metrics:
     """Writes on one rank; silent on the others, which may call everything all the same."""
 
     def __init__(self, path: Path, *, writes: bool) -> None:
-        self._file = None
+        self._path = path
+        self._file: TextIO | None = None
         self._display: Display | None = None
         if writes:
             _drop_torn_line(path)
@@ -113,22 +119,44 @@ class Metrics:
             console = Console(file=sys.stdout)
             self._display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step`: lines of later steps move to metrics.superseded.jsonl.
+
+        They were written between the checkpoint and a crash, and those steps are made again.
+        """
+        if self._file is None:
+            return
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        late = [line for line in lines if not _is_up_to(line, step)]
+        if not late:
+            return
+        with self._path.with_name("metrics.superseded.jsonl").open("a", encoding="utf-8") as old:
+            old.writelines(late)
+        temporary = self._path.with_name("metrics.jsonl.tmp")
+        kept = "".join(line for line in lines if _is_up_to(line, step))
+        temporary.write_text(kept, encoding="utf-8")
+        self._file.close()
+        temporary.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
     def step(self, values: Mapping[str, Value], total_steps: int) -> None:
         """Record one training step."""
         self._write(values)
         if self._display is not None:
-            self._display.step(values, total_steps)
+            with contextlib.suppress(BrokenPipeError):
+                self._display.step(values, total_steps)
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Record a validation loss; perplexity is its exponential."""
-        perplexity = math.exp(val_loss) if val_loss < 700 else math.inf
+        perplexity = math.inf if val_loss >= 700 else math.exp(val_loss)
         self._write({"step": step, "val_loss": val_loss, "val_ppl": perplexity})
         self.note(f"validation at step {step}: loss {val_loss:.4f}  perplexity {perplexity:.2f}")
 
     def note(self, text: str) -> None:
-        """Tell whoever watches."""
+        """Tell whoever watches; nobody may be left, and training goes on."""
         if self._display is not None:
-            self._display.note(text)
+            with contextlib.suppress(BrokenPipeError):
+                self._display.note(text)
 
     def close(self) -> None:
         if self._display is not None:
@@ -140,6 +168,14 @@ class Metrics:
         if self._file is not None:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    """Whether a line is of `step` or before; one that a failing disk spoiled is not."""
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _drop_torn_line(path: Path) -> None:

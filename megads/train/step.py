@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from megads.optim.clip import clip_coefficient
 from megads.parallel import collectives
 from megads.parallel.batch import MicroBatch
 from megads.parallel.layout import BatchPlan
+from megads.parallel.mesh import Mesh
 from megads.train.build import RunParts
 
 
@@ -43,69 +43,48 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     state, optimizer, scaler = parts.state, parts.optimizer, parts.scaler
     batch = parts.batch_plan(state.samples)
     lr = parts.learning_rate(batch)
-    microbatches = parts.loader.batches(
-        state.samples,
-        batch.global_batch_size,
-        batch.micro_batch_size,
-        batch.dp,
-        parts.mesh.dp.index,
-    )
+    microbatches = parts.microbatches(batch)
+    tokens = count_loss_tokens(microbatches, parts.mesh)
+    loss_scale = scaler.scale
 
     optimizer.zero_grad()
-    tokens = count_loss_tokens(microbatches, parts)
     loss_sum = parts.executor.run(
-        microbatches, optimizer.gradients, grad_scale=scaler.scale / max(tokens, 1)
+        microbatches, optimizer.gradients, grad_scale=loss_scale / max(tokens, 1)
     )
     optimizer.finish_gradients()
 
-    norm = optimizer.grad_norm() / scaler.scale
-    sums = reduce_loss(loss_sum, tokens, parts, stop_requested=stop_requested)
-    loss_scale, applied = scaler.scale, math.isfinite(sums.mean) and scaler.ok(norm)
+    norm = optimizer.grad_norm() / loss_scale
+    loss, stop = agree(loss_sum, parts.mesh, stop_requested=stop_requested)
+    loss /= max(tokens, 1)
+    applied = math.isfinite(loss) and scaler.ok(norm)
     if applied:
         clip = clip_coefficient(norm, parts.config.optim.clip)
-        optimizer.scale_gradients(scaler.scale / clip)
-        optimizer.step(lr)
+        optimizer.step(lr, grad_divisor=loss_scale / clip)
     scaler.update(ok=applied)
     state.advance(batch)
-    return StepResult(batch, sums.mean, norm, lr, loss_scale, applied, sums.stops > 0)
+    return StepResult(batch, loss, norm, lr, loss_scale, applied, stop)
 
 
-def count_loss_tokens(microbatches: list[MicroBatch], parts: RunParts) -> int:
-    """Positions of the global batch that count in the loss, over all data-parallel ranks.
+def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:
+    """Positions of the global batch that count in the loss; 0 if every one is masked. Collective.
 
-    A collective call: only some ranks may have microbatches with a mask.
+    The loss and its gradient are sums divided by this number, never means of means.
     """
     mine = sum(
         m.labels.numel() if m.loss_mask is None else int(m.loss_mask.sum()) for m in microbatches
     )
-    total = torch.tensor(mine, device=parts.mesh.device)
-    return int(collectives.all_reduce(total, parts.mesh.dp))
+    total = torch.tensor(mine, device=mesh.device)
+    return int(collectives.all_reduce(total, mesh.dp))
 
 
-class LossSums(NamedTuple):
-    """Sums over a global batch: token losses, tokens counted, ranks that want to stop."""
+def agree(loss_sum: Tensor, mesh: Mesh, *, stop_requested: bool = False) -> tuple[float, bool]:
+    """The global batch's sum of token losses, and whether any rank wants to stop. Collective.
 
-    loss: float
-    tokens: float
-    stops: float
-
-    @property
-    def mean(self) -> float:
-        return self.loss / self.tokens if self.tokens else 0.0
-
-
-def reduce_loss(
-    loss_sum: Tensor, tokens: int, parts: RunParts, *, stop_requested: bool = False
-) -> LossSums:
-    """The sums of the whole global batch, the same on every rank. Collective.
-
-    `tokens` is already that of the global batch. Tensor-parallel peers of the last stage hold the
-    same loss; one of them reports it.
+    Tensor-parallel peers of the last stage hold the same sum; one of them reports it.
     """
-    mesh = parts.mesh
-    values = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    values = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if mesh.is_last_stage and mesh.tp.index == 0:
         values[0] = loss_sum.double()
-        values[1] = tokens / mesh.dp.size
-    values[2] = float(stop_requested)
-    return LossSums(*collectives.all_reduce(values, mesh.world).tolist())
+    values[1] = float(stop_requested)
+    loss, stops = collectives.all_reduce(values, mesh.world).tolist()
+    return loss, stops > 0

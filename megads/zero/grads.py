@@ -82,10 +82,15 @@ class BucketReducer:
             if self._missing == 0:
                 self._start()
 
-    def _start(self) -> None:
+    def _clear_missing(self) -> None:
+        """Zero the gradients of parameters that took no part in this step, once."""
         for sink in self.sinks:
             if sink.is_fresh:
                 sink.view.zero_()
+                sink.is_fresh = False
+
+    def _start(self) -> None:
+        self._clear_missing()
         reduce = (
             collectives.reduce_scatter_flat_async if self._sharded else collectives.all_reduce_async
         )
@@ -93,9 +98,7 @@ class BucketReducer:
 
     def sum_copies(self) -> None:
         """Add up what other tp ranks or the other end of the pipeline hold of the gradients."""
-        for sink in self.sinks:
-            if sink.is_fresh:
-                sink.view.zero_()
+        self._clear_missing()
         kind = self.bucket.plan.kind
         if kind == "tied":
             collectives.all_reduce(self.bucket.grads, self._mesh.tied)
@@ -167,4 +170,4 @@ def _attach(entry: Entry, sink: BucketSink) -> None:
             sink.add(grad)
 
     entry.param.grad_sink = sink  # type: ignore[attr-defined]
-    entry.param.register_post_accumulate_grad_hook(take)  # type: ignore[arg-type]
+    entry.param.register_post_accumulate_grad_hook(take)

@@ -68,7 +68,6 @@ class ZeroOptimizer:
         self.gradients = GradientBuckets(buckets, mesh, sharded=stage > 0)
         self._shards = [self._make_shard(bucket) for bucket in buckets]
         self._unique_grads = [view for shard in self._shards for view in self._unique(shard)]
-        self._grad_scale: Tensor | None = None
 
     def _make_shard(self, bucket: Bucket) -> _Shard:
         start, stop = 0, bucket.plan.numel
@@ -122,24 +121,24 @@ class ZeroOptimizer:
         """
         return global_norm(self._unique_grads, self.mesh)
 
-    def scale_gradients(self, divisor: float) -> None:
-        """Divide the gradients by `divisor` when `step` reads them (loss scale, clipping)."""
-        device = self.mesh.device
-        self._grad_scale = None if divisor == 1.0 else torch.tensor(divisor, device=device)
+    def step(self, lr: float, *, grad_divisor: float = 1.0) -> None:
+        """Update the owned ranges, then bring every rank's parameters up to date.
 
-    def step(self, lr: float) -> None:
-        """Update the owned ranges, then bring every rank's parameters up to date."""
+        Gradients are divided by `grad_divisor` (loss scale, clipping) where they are read.
+        """
         self.updates += 1
+        grad_scale = None
+        if grad_divisor != 1.0:
+            grad_scale = torch.tensor(grad_divisor, device=self.mesh.device)
         handles = []
         for shard in self._shards:
             for decays in (True, False):
-                self._update(shard, lr, decays=decays)
+                self._update(shard, lr, grad_scale, decays=decays)
             handles.append(self._publish(shard))
         for handle in handles:
             handle.wait()
-        self._grad_scale = None
 
-    def _update(self, shard: _Shard, lr: float, *, decays: bool) -> None:
+    def _update(self, shard: _Shard, lr: float, grad_scale: Tensor | None, *, decays: bool) -> None:
         runs = [s for s in shard.segments if s.decays is decays]
         if not runs:
             return
@@ -151,7 +150,7 @@ class ZeroOptimizer:
             step=self.updates,
             lr=lr,
             weight_decay=self._config.weight_decay if decays else 0.0,
-            grad_scale=self._grad_scale,
+            grad_scale=grad_scale,
         )
 
     def _publish(self, shard: _Shard) -> collectives.Handle:
@@ -162,12 +161,6 @@ class ZeroOptimizer:
         if self.stage == 0:
             return collectives.Handle()
         return collectives.all_gather_flat_async(params, self.mesh.dp)
-
-    def refresh_masters(self) -> None:
-        """Take the model's weights as the new master weights (after initialization)."""
-        for shard in self._shards:
-            if shard.bucket.params.dtype != torch.float32:
-                shard.master.copy_(shard.bucket.params[shard.start : shard.stop])
 
     def publish(self) -> None:
         """Take the master weights as the model's weights (after loading). A collective call."""

@@ -76,6 +76,14 @@ def test_retention_keeps_the_newest_and_leaves_junk_alone(tmp_path, keep, left):
     assert names(tmp_path) == {f"step-{step}" for step in left} | junk
 
 
+@pytest.mark.parametrize("keep", range(1, 9))
+def test_retention_while_a_run_saves_step_by_step(tmp_path, keep):
+    for step in range(1, 13):
+        make(tmp_path, step)
+        directory.retain(tmp_path, keep, step)
+        assert directory.committed_steps(tmp_path) == list(range(max(1, step - keep + 1), step + 1))
+
+
 def test_retention_never_deletes_what_was_just_saved(tmp_path):
     for step in (8, 9, 3):
         make(tmp_path, step)

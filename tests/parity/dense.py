@@ -19,7 +19,7 @@ from megads.config.schema import ModelConfig, OptimConfig
 
 def logits(w: dict[str, Tensor], c: ModelConfig, ids: Tensor) -> Tensor:
     """`ids` `[batch, seq]` -> `[batch, seq, vocab]`."""
-    batch, seq = ids.shape
+    _batch, seq = ids.shape
     x = w["embedding.word.weight"][ids]
     if c.position == "learned":
         x = x + w["embedding.position.weight"][:seq]

@@ -48,7 +48,15 @@ def test_run_equals_dense_training(tmp_path: Path, workers: Workers, family: str
     torch.testing.assert_close(training.column(got, "lr"), torch.tensor(rates).double())
     assert_same_curve(got, want, rtol=2e-5)
 
-    # Negative control: one rate, one sample, one weight decay less, and the curves part.
-    spoiled = dense.train(weights, config.model, config.optim, batches, [rates[0], *rates[:-1]])
-    with pytest.raises(AssertionError):
-        assert_same_curve(got, spoiled, rtol=2e-5)
+    # Negative controls: one update's rate, order of samples or weight decay off, and they part.
+    late = [rates[0], *rates[:-1]]
+    swapped = [batches[1], batches[0], *batches[2:]]
+    no_decay = config.optim.model_copy(update={"weight_decay": 0.0})
+    for optim, rows, steps in (
+        (config.optim, batches, late),
+        (config.optim, swapped, rates),
+        (no_decay, batches, rates),
+    ):
+        spoiled = dense.train(weights, config.model, optim, rows, steps)
+        with pytest.raises(AssertionError):
+            assert_same_curve(got, spoiled, rtol=2e-5)

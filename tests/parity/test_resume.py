@@ -1,7 +1,7 @@
 """A run that was stopped and resumed is the run that never stopped.
 
-Covers the reported faults 1, 2, 5, 7, 9, 21, 33 and 44: positions, rates, moments, counters and
-master weights that are lost, frozen or restored for some ranks only.
+What goes wrong elsewhere: positions, rates, moments, counters and master weights that are lost,
+frozen or restored for some ranks only.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ def test_other_layouts_continue_the_curve(
 def sample_ids(rank: int, world: int, config: Any, steps: int) -> list[list[int]]:
     """Ids that each of the next steps of a run reads, in full, from the state it resumes with."""
     from megads.train.build import build
+    from megads.train.checkpointing import resume
 
     parts = build(config, training.pool_info(rank, world))
+    resume(parts)
     ids = []
     for _ in range(steps):
         batch = parts.batch_plan(parts.state.samples)
@@ -128,7 +130,7 @@ def sample_ids(rank: int, world: int, config: Any, steps: int) -> list[list[int]
 def test_each_sample_once_per_epoch_across_a_resume(
     tmp_path: Path, data: str, workers: Workers
 ) -> None:
-    """Case 1: epochs of 20 samples or so, a stop in the middle of one, other dp sizes after it."""
+    """Epochs of 20 samples or so, a stop in the middle of one, other dp sizes after it."""
     straight = workers(1).run(sample_ids, tiny_config(tmp_path / "a", data, "gpt"), 60)[0]
     stopped = tiny_config(
         tmp_path / "b", data, "gpt", SAVE, "parallel=dp2", "train.steps=9", "optim.total=60"
@@ -158,7 +160,7 @@ def digest(run: Path) -> dict[str, str]:
 def test_starting_a_finished_run_again_does_nothing(
     tmp_path: Path, data: str, workers: Workers
 ) -> None:
-    """Case 9: status 0, no step, no file touched."""
+    """Status 0, no step, no file touched."""
     config = tiny_config(tmp_path, data, "gpt", SAVE, "parallel=dp2zero1", "train.steps=5")
     before = run_training(workers, config)
     files = digest(tmp_path)
@@ -169,7 +171,7 @@ def test_starting_a_finished_run_again_does_nothing(
 def test_checkpoint_before_the_first_applied_update_loads(
     tmp_path: Path, data: str, workers: Workers
 ) -> None:
-    """Case 9: fp16 steps that all overflowed leave an optimizer without updates."""
+    """Steps in fp16 that all overflowed leave an optimizer without updates."""
     huge = ["precision=fp16", "precision.initial_loss_scale=1e30", "precision.min_loss_scale=1e-3"]
     lines = run_training(workers, tiny_config(tmp_path, data, "gpt", SAVE, "train.steps=2", *huge))
     assert [line["skipped"] for line in lines] == [1, 2]
@@ -182,7 +184,7 @@ def test_checkpoint_before_the_first_applied_update_loads(
 def test_loaded_weights_are_the_masters(
     tmp_path: Path, data: str, workers: Workers, precision: str
 ) -> None:
-    """Case 44: a step at rate 0 after loading weights only changes no bit."""
+    """A step at rate 0 after loading weights only changes no bit."""
     run_training(workers, tiny_config(tmp_path / "a", data, "gpt", SAVE, "train.steps=3"))
     loaded = read_checkpoint(tmp_path / "a/checkpoints/step-3")
     for zero in (0, 1):
@@ -208,7 +210,7 @@ def test_loaded_weights_are_the_masters(
 
 
 def test_batch_ramp_and_a_changed_batch_size(tmp_path: Path, data: str, workers: Workers) -> None:
-    """Case 4: what was consumed is the sum of the sizes used, and the schedule follows it."""
+    """What was consumed is the sum of the sizes used, and the schedule follows it."""
     ramp = [
         "train.batch_rampup=[4,4,24]",
         "train.global_batch_size=12",
@@ -229,3 +231,57 @@ def test_batch_ramp_and_a_changed_batch_size(tmp_path: Path, data: str, workers:
     lines = read_metrics(tmp_path / "b")
     assert column(lines, "samples").tolist() == [4, 8, 12, 20, 26, 32, 38, 44, 50, 56, 62]
     assert lines[4]["lr"] < 3e-3 and lines[-1]["lr"] > 3e-4
+
+
+def test_metrics_of_steps_that_are_made_again_are_set_aside(
+    tmp_path: Path, data: str, workers: Workers
+) -> None:
+    """A run that died after its last checkpoint does not report a step twice."""
+    options = ["checkpoint.every=4", "train.steps=6", "optim.total=20"]
+    lines = run_training(workers, tiny_config(tmp_path, data, "gpt", *options))
+    spoiled = (tmp_path / "metrics.jsonl").read_text() + "\0\0 not json\n"
+    (tmp_path / "metrics.jsonl").write_text(spoiled)
+    again = run_training(
+        workers, tiny_config(tmp_path, data, "gpt", "train.steps=7", *options[:1], *options[2:])
+    )
+    assert [line["step"] for line in again] == list(range(1, 8))
+    assert [line["loss"] for line in again[:6]] == [line["loss"] for line in lines]
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded[:2]] == [5, 6]
+
+
+def resume_error(rank: int, world: int, config: Any) -> str:
+    from megads.errors import CheckpointError
+    from megads.train.loop import train
+
+    try:
+        train(config, training.pool_info(rank, world))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_another_optimizer_or_model_is_refused(tmp_path: Path, data: str, workers: Workers) -> None:
+    run_training(workers, tiny_config(tmp_path, data, "gpt", SAVE, "train.steps=2"))
+    for options, words in (
+        (["optim.name=sgd", "optim.momentum=0.9"], ["momentum", "load_what=weights"]),
+        (["model.num_layers=4"], ["num_layers", "5", "4"]),
+    ):
+        config = tiny_config(tmp_path, data, "gpt", "parallel=dp2", "train.steps=4", *options)
+        for message in workers(2).run(resume_error, config):
+            assert all(word in message for word in words), message
+
+
+def test_changed_data_settings_are_pointed_out(
+    tmp_path: Path, data: str, workers: Workers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from megads.train.checkpointing import _changes, data_settings
+
+    before = data_settings(tiny_config(tmp_path, data, "gpt"))
+    after = data_settings(tiny_config(tmp_path, data, "gpt", "train.seq_length=8"))
+    assert list(_changes(before, before)) == []
+    assert list(_changes(before, after)) == ["train.seq_length has changed from 16 to 8"]
+    run_training(workers, tiny_config(tmp_path, data, "gpt", SAVE, "train.steps=2"))
+    first = (tmp_path / "config.yaml").read_text()
+    run_training(workers, tiny_config(tmp_path, data, "gpt", "train.steps=3", "train.seed=5"))
+    assert (tmp_path / "config.before-step-3.yaml").read_text() == first

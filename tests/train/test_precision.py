@@ -1,7 +1,4 @@
-"""Overflow and non-finite values: one decision, on all ranks, in every precision.
-
-Covers the reported faults 46, 48 and 49.
-"""
+"""Overflow and non-finite values: one decision, on all ranks, in every precision."""
 
 from __future__ import annotations
 
@@ -179,7 +176,6 @@ def many_small_updates(rank: int, world: int, precision: str) -> float:
     module.weight.data.fill_(1.0)
     config = OptimConfig(name="sgd", lr=1e-3, weight_decay=0.0)
     optimizer = ZeroOptimizer(buckets, mesh, SGD(config), config, stage=0)
-    optimizer.refresh_masters()
     for _ in range(100):
         optimizer.zero_grad()
         module.weight.sum().backward()
@@ -190,7 +186,7 @@ def many_small_updates(rank: int, world: int, precision: str) -> float:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_small_updates_are_not_lost(precision: str) -> None:
-    """Case 44: naive bf16 would stay at 1."""
+    """A hundred of them; naive bf16 would stay at 1."""
     assert many_small_updates(0, 1, precision) == pytest.approx(0.9, abs=2e-3)
     naive = torch.ones((), dtype=torch.bfloat16)
     for _ in range(100):

@@ -365,7 +365,6 @@ def test_copies_are_summed_before_the_reduction(
     sum_with_a_peer(log, monkeypatch, case, contributes=True)
 
 
-@pytest.mark.xfail(strict=True, reason="the sum is cleared again when the reduction starts")
 @pytest.mark.parametrize("case", COPIES)
 def test_a_rank_without_a_contribution_takes_that_of_its_peer(
     log: Log, monkeypatch: pytest.MonkeyPatch, case: tuple[str, ParamSpec, str, str | None, slice]

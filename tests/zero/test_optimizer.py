@@ -105,8 +105,8 @@ def run(
             optimizer.finish_gradients()
         norm = optimizer.grad_norm()
         norms.append(norm)
-        optimizer.scale_gradients(1 / min(1.0, config.clip / (norm + 1e-6)))
-        optimizer.step(config.lr)
+        clip = min(1.0, config.clip / (norm + 1e-6))
+        optimizer.step(config.lr, grad_divisor=1 / clip)
     out = {n: p.detach().clone() for n, p in model.named_parameters()}
     peers = collectives.all_gather_object(out, mesh.world)
     assert all(torch.equal(peer[n], out[n]) for peer in peers for n in out)

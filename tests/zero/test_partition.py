@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def test_every_parameter_has_one_place_and_every_rank_one_chunk(
     for plan in plans:
         ranges = [plan.owned(dp, index) for index in range(dp)]
         assert ranges[0][0] == 0 and ranges[-1][1] == plan.numel
-        assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
         assert len({stop - start for start, stop in ranges}) == 1
         end = 0
         for place in plan.placements:
