@@ -24,7 +24,11 @@ LAYOUTS: dict[str, list[str]] = {
     "pp2": ["parallel=pp2"],
     "pp3 gpipe": ["parallel=pp3", "parallel.schedule=gpipe"],
     "dp2": ["parallel=dp2"],
-    "dp4zero1 small buckets": ["parallel=dp4zero1", "parallel.bucket_mb=0.002"],
+    "dp4zero1 small buckets": [
+        "parallel=dp4zero1",
+        "train.micro_batch_size=2",
+        "parallel.bucket_mb=0.002",
+    ],
     "tp2pp2": ["parallel=tp2pp2"],
     "tp2pp2 sp": ["parallel=tp2pp2", SP],
     "tp2dp2zero1": ["parallel=tp2dp2zero1"],
@@ -33,7 +37,7 @@ LAYOUTS: dict[str, list[str]] = {
     "tp4 with 2 kv heads": ["parallel=tp4"],
     "tp4 with 2 kv heads sp": ["parallel=tp4", SP],
     "micro batch 1": ["train.micro_batch_size=1"],
-    "micro batch 4": ["train.micro_batch_size=4"],
+    "micro batch 2": ["train.micro_batch_size=2"],
     "micro batch 1 pp2": ["parallel=pp2", "train.micro_batch_size=1"],
     "reference kernels": ["kernels=reference"],
 }

@@ -84,7 +84,7 @@ RESHARDED = {
 def test_other_layouts_continue_the_curve(
     tmp_path: Path, data: str, workers: Workers, family: str
 ) -> None:
-    straight = run_training(workers, tiny_config(tmp_path / "single", data, family))
+    straight = run_training(workers, tiny_config(tmp_path / "straight", data, family))
     saved = tiny_config(tmp_path / "first", data, family, SAVE, "parallel=tp2pp2", "train.steps=10")
     run_training(workers, saved)
     checkpoint = tmp_path / "first/checkpoints/step-10"
@@ -212,6 +212,7 @@ def test_loaded_weights_are_the_masters(
 def test_batch_ramp_and_a_changed_batch_size(tmp_path: Path, data: str, workers: Workers) -> None:
     """What was consumed is the sum of the sizes used, and the schedule follows it."""
     ramp = [
+        "train.micro_batch_size=2",
         "train.batch_rampup=[4,4,24]",
         "train.global_batch_size=12",
         "optim.units=samples",
@@ -226,7 +227,12 @@ def test_batch_ramp_and_a_changed_batch_size(tmp_path: Path, data: str, workers:
     first = ["train.steps=4", *[o for o in ramp if not o.startswith("optim.total")]]
     run_training(workers, tiny_config(tmp_path / "b", data, "gpt", SAVE, *first, "optim.total=64"))
     changed = ["train.steps=11", "train.global_batch_size=6", "train.batch_rampup=null"]
-    changed += ["optim.units=samples", "optim.warmup=8", "optim.total=64"]
+    changed += [
+        "train.micro_batch_size=2",
+        "optim.units=samples",
+        "optim.warmup=8",
+        "optim.total=64",
+    ]
     run_training(workers, tiny_config(tmp_path / "b", data, "gpt", SAVE, *changed))
     lines = read_metrics(tmp_path / "b")
     assert column(lines, "samples").tolist() == [4, 8, 12, 20, 26, 32, 38, 44, 50, 56, 62]

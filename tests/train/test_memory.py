@@ -16,6 +16,12 @@ from tests.distributed import Workers
 from tests.training import tiny_config, world_size, write_tokens
 
 
+def count_tensors() -> tuple[int, int]:
+    """(number, bytes) of the tensors that are alive; holds none of them afterwards."""
+    alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    return len(alive), sum(t.numel() * t.element_size() for t in alive)
+
+
 def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tuple[int, int]]:
     """(live tensors, their bytes) after each step, with an overflow in every third one."""
     from megads.train import step
@@ -28,8 +34,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
         for _ in range(steps):
             step.train_step(parts)
             gc.collect()
-            alive = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
-            counts.append((len(alive), sum(t.numel() * t.element_size() for t in alive)))
+            counts.append(count_tensors())
     finally:
         parts.loader.close()
         parts.metrics.close()
@@ -37,7 +42,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2zero1"])
-@pytest.mark.parametrize("accumulation", [2, 16])
+@pytest.mark.parametrize("accumulation", [2, 8])
 def test_live_tensors_stay_the_same(
     tmp_path: Path, workers: Workers, layout: str, accumulation: int
 ) -> None:
@@ -45,11 +50,11 @@ def test_live_tensors_stay_the_same(
     batch = accumulation * (2 if "dp2" in layout else 1)
     options = [f"parallel={layout}", "train.micro_batch_size=1", f"train.global_batch_size={batch}"]
     config = tiny_config(tmp_path / "run", data, "gpt", *options, "train.nonfinite=skip")
-    for counts in workers(2).run(live_tensors, config, 30, timeout=120):
+    for counts in workers(2).run(live_tensors, config, 16, timeout=120):
         # The batch read ahead may or may not be there yet; its tensors are two per microbatch.
         numbers = [number for number, _ in counts[3:]]
         assert max(numbers) - min(numbers) <= 2 * accumulation
-        assert abs(sum(numbers[:9]) - sum(numbers[-9:])) <= 9 * 2 * accumulation
+        assert abs(sum(numbers[:6]) - sum(numbers[-6:])) <= 6 * 2 * accumulation
 
 
 def in_flight(rank: int, world: int, config: Config) -> int:

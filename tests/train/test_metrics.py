@@ -53,6 +53,7 @@ def test_tokens_per_second_counts_each_token_once(
     """Microbatches of 2, accumulation 3, sequences of 16: 96 tokens for each dp rank."""
     dp = 2 if "dp2" in layout else 1
     options = [f"parallel={layout}", f"train.global_batch_size={6 * dp}", "train.steps=3"]
+    options.append("train.micro_batch_size=2")
     lines = run_training(workers, tiny_config(tmp_path, data, "gpt", *options), fake_clock)
     assert column(lines, "tokens_per_second").tolist() == [expected] * 3
     assert column(lines, "tokens").tolist() == [expected, 2 * expected, 3 * expected]
@@ -161,7 +162,7 @@ def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(
         "single": [],
         "one by one": ["train.micro_batch_size=1"],
         "dp2": ["parallel=dp2zero1"],
-        "dp4": ["parallel=dp4"],
+        "dp4": ["parallel=dp4", "train.micro_batch_size=2"],
         "pp2": ["parallel=pp2", "train.micro_batch_size=1"],
     }.items():
         config = tiny_config(tmp_path / name, data, "gpt", *options)
