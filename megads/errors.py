@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+FINISHED_STATUS = 0
+STOPPED_STATUS = 3
+"""Exit status of a run that a signal stopped, once it has saved."""
+
 
 class MegadsError(Exception):
     """Base of every error whose message is written for the user; no traceback is needed."""

@@ -55,6 +55,11 @@ BROKEN: list[tuple[Rule, list[Module], str]] = [
         "optim.lr imports parallel.mesh",
     ),
     (
+        wrong_directions,
+        made_up(config__x="from megads.pipeline import partition", pipeline__partition=""),
+        "config.x imports pipeline.partition",
+    ),
+    (
         cycles,
         made_up(a="import megads.b", b="from megads import c", c="from megads.a import x"),
         "a -> b -> c -> a",
@@ -74,6 +79,10 @@ FINE: list[tuple[Rule, list[Module]]] = [
     (
         wrong_directions,
         made_up(zero__x="from megads.models.families import F", models__families=""),
+    ),
+    (
+        wrong_directions,
+        made_up(config__x="import megads.parallel.layout", parallel__layout=""),
     ),
     (cycles, made_up(a="import megads.b\nimport megads.c", b="import megads.c", c="")),
     (environment_readers, made_up(launch__env="import os\nos.environ['X']")),

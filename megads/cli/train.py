@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +22,11 @@ def main() -> None:
     if place is None:
         from megads.config.compose import run_with_hydra
 
-        sys.exit(run_with_hydra(_launch))
+        try:
+            sys.exit(run_with_hydra(_launch))
+        except MegadsError as error:
+            print(f"megads-train: {error}", file=sys.stderr)
+            sys.exit(error.exit_status)
     with StopRequest():  # Before the slow imports: until it is there, a signal ends the process.
         end_with(place.launcher_pid)
         try:
@@ -34,22 +39,22 @@ def main() -> None:
 
 
 def _launch(config: Config) -> int:
-    """Check everything that can be checked without starting anything, then run the workers."""
+    """Check and prepare everything that needs no worker, then run the workers."""
     from megads.config.validate import check, make_run_dir
+    from megads.data.prepare import prepare_data
     from megads.launch.local import handed_over, launch_local
     from megads.launch.world import check_fits, local_layout
 
-    try:
-        machine = this_machine()
-        layout = local_layout(config, machine)
-        check(config, layout.world_size)
-        check_fits(config, layout, machine, sys.argv[1:])
-        make_run_dir(config)
-        with handed_over(config) as arguments:
-            return launch_local(config, layout.world_size, ["-m", "megads.cli.train", *arguments])
-    except MegadsError as error:
-        print(f"megads-train: {error}", file=sys.stderr)
-        return error.exit_status
+    machine = this_machine()
+    layout = local_layout(config, machine)
+    check(config, layout.world_size)
+    check_fits(config, layout, machine, sys.argv[1:])
+    make_run_dir(config)
+    logging.basicConfig(format="megads-train: %(message)s")
+    logging.getLogger("megads.data").setLevel(logging.INFO)
+    prepare_data(config)
+    with handed_over(config) as arguments:
+        return launch_local(config, layout.world_size, ["-m", "megads.cli.train", *arguments])
 
 
 def _train(arguments: Sequence[str]) -> int:

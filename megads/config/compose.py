@@ -64,27 +64,19 @@ def run_with_hydra(task: Callable[[Config], int], argv: Sequence[str] | None = N
     """The command line of a task: compose, decode and run it; returns the exit status.
 
     Handles Hydra's options: `--help`, `--cfg`, `--info`, shell completion, `--config-dir`,
-    and `-m`, which runs every combination of the values given, one after the other.
-    A configuration that cannot be run is explained on stderr and ends with status 2.
+    and `-m`, which runs every combination of the values given, one after the other. What these
+    ask for goes to stdout. Raises ConfigError, and what the task raises.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:
         sys.stdout.write(f"megads {importlib.metadata.version('megads')}\n")
         return 0
-    try:
-        with _session(_parse_args(arguments)) as session:
-            if not _is_run(session.args):
-                session.show()
-                return 0
-            configs = (
-                session.sweep()
-                if session.args.multirun
-                else [session.config(session.args.overrides)]
-            )
-    except ConfigError as error:
-        for problem in error.problems:
-            sys.stderr.write(f"megads: {problem}\n")
-        return error.exit_status
+    with _session(_parse_args(arguments)) as session:
+        args = session.args
+        if not _is_run(args):
+            session.show()
+            return 0
+        configs = session.sweep() if args.multirun else [session.config(args.overrides)]
     for config in configs:
         status = task(config)
         if status:

@@ -7,6 +7,7 @@ against tensor parallel size, batch against data parallel size, files that must 
 `megads.config.validate`.
 """
 
+# length: all settings in one table.
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -36,6 +37,15 @@ class RopeScaling(Group):
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_seq_length: Positive = 8192
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+        return self
 
 
 class ModelConfig(Group):
@@ -209,17 +219,23 @@ class PrecisionConfig(Group):
     min_loss_scale: PositiveFloat = 1.0
 
 
+KernelBackend = Literal["auto", "reference", "torch", "compiled"]
+COMPILED_OPERATIONS = ("norm", "activation", "rotary", "residual")
+"""The ops that the `compiled` backend has; the others have all of them."""
+
+
 class KernelsConfig(Group):
     """Backend of each op of the block; `auto` takes the fastest that can run here."""
 
-    name: str = "auto"
-    norm: str = "auto"
-    activation: str = "auto"
-    rotary: str = "auto"
-    attention: str = "auto"
-    residual: str = "auto"
-    cross_entropy: str = "auto"
-    optimizer: str = "auto"
+    name: KernelBackend = "auto"
+    """Of all ops; those that the backend does not have are chosen as by `auto`."""
+    norm: KernelBackend = "auto"
+    activation: KernelBackend = "auto"
+    rotary: KernelBackend = "auto"
+    attention: KernelBackend = "auto"
+    residual: KernelBackend = "auto"
+    cross_entropy: KernelBackend = "auto"
+    optimizer: KernelBackend = "auto"
 
 
 class DataConfig(Group):
@@ -233,7 +249,8 @@ class DataConfig(Group):
     """Last share of each source's documents or tokens, kept for evaluation."""
     valid_paths: Paths = ()
     tokenizer: str = "byte"
-    """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json."""
+    """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json, or of the
+    folder that holds one."""
     append_eod: bool = True
 
 

@@ -12,11 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megads.config.data_files import data_problems
-from megads.config.schema import Config, ModelConfig
+from megads.config.schema import (
+    COMPILED_OPERATIONS,
+    Config,
+    KernelsConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from megads.config.stages import stage_problems
 from megads.errors import ConfigError, LayoutError
 from megads.parallel.layout import ParallelLayout
 
 SUPPORTED_ZERO_STAGES = (0, 1)
+SETTINGS_OF = {"adamw": ("betas", "eps"), "sgd": ("momentum",)}
+"""Settings that only one optimizer reads."""
 
 
 def validate(config: Config, world_size: int | None = None) -> list[str]:
@@ -25,12 +34,12 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     Without a world size the layout's own is taken, with dp 1 where it is not given.
     """
     problems = list(_world(config, world_size))
-    dp = _data_parallel(config, world_size)
     problems += _tensor_parallel(config)
     problems += _pipeline(config)
     problems += _zero(config)
-    problems += _batch(config, dp)
+    problems += _batch(config, fill_layout(config, world_size or 1).dp)
     problems += _sequence(config)
+    problems += _kernels(config)
     problems += _optimizer(config)
     problems += _evaluation_and_output(config)
     problems += data_problems(config)
@@ -52,8 +61,17 @@ def resolve_layout(config: Config, world_size: int | None = None) -> ParallelLay
     problems = list(_world(config, world_size))
     if problems:
         raise LayoutError(problems)
+    return fill_layout(config, world_size or 1)
+
+
+def fill_layout(config: Config, devices: int) -> ParallelLayout:
+    """The layout with as much data parallelism as `devices` have room for, where dp is not given.
+
+    dp is at least 1: the layout may need more than there are, and need not use all of them.
+    """
     parallel = config.parallel
-    return ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=_data_parallel(config, world_size))
+    dp = parallel.dp or max(1, devices // (parallel.tp * parallel.pp))
+    return ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=dp)
 
 
 def make_run_dir(config: Config) -> Path:
@@ -93,11 +111,6 @@ def _listed(numbers: list[int]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _data_parallel(config: Config, world_size: int | None) -> int:
-    parallel = config.parallel
-    return parallel.dp or max(1, (world_size or 1) // (parallel.tp * parallel.pp))
-
-
 def _world(config: Config, world_size: int | None) -> Iterator[str]:
     parallel = config.parallel
     if world_size is None:
@@ -135,24 +148,16 @@ def _tensor_parallel(config: Config) -> Iterator[str]:
             f"model.ffn_hidden_size={model.ffn_hidden_size} is not a multiple of "
             f"parallel.tp={tp}; {valid}"
         )
-    if model.position != "rope" and model.rope_scaling is not None:
-        yield f"model.rope_scaling needs model.position=rope, it is {model.position}"
+    if config.parallel.sequence_parallel and tp == 1:
+        yield (
+            "parallel.sequence_parallel=true splits activations over the tensor-parallel ranks and "
+            "needs parallel.tp of 2 or more, it is 1"
+        )
 
 
 def _pipeline(config: Config) -> Iterator[str]:
-    parallel, layers = config.parallel, config.model.num_layers
-    stages = parallel.pp * parallel.chunks
-    sizes = f"parallel.pp={parallel.pp} x parallel.chunks={parallel.chunks}"
-    if parallel.split is None:
-        if layers < stages:
-            most = layers // parallel.chunks
-            advice = f"pp can be 1 to {most}" if most else f"chunks can be 1 to {layers}"
-            yield (
-                f"model.num_layers={layers} is fewer than the {stages} virtual stages of "
-                f"{sizes}; {advice}, or give parallel.split"
-            )
-    else:
-        yield from _split(parallel.split, stages, layers, sizes)
+    parallel = config.parallel
+    yield from stage_problems(config.model.num_layers, parallel.pp, parallel.chunks, parallel.split)
     if parallel.chunks > 1 and parallel.pp == 1:
         yield f"parallel.chunks={parallel.chunks} needs parallel.pp of 2 or more, it is 1"
     if parallel.schedule == "interleaved" and parallel.chunks == 1:
@@ -162,16 +167,6 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"parallel.chunks={parallel.chunks} needs parallel.schedule=interleaved (or auto), "
             f"it is 1f1b"
         )
-
-
-def _split(split: tuple[int, ...], stages: int, layers: int, sizes: str) -> Iterator[str]:
-    shown = f"parallel.split=[{','.join(map(str, split))}]"
-    if len(split) != stages:
-        yield f"{shown} has {len(split)} entries; {sizes} needs {stages}"
-    if sum(split) != layers:
-        yield f"{shown} places {sum(split)} layers; model.num_layers={layers}"
-    if 0 in split[1:-1]:
-        yield f"{shown}: only the first and the last virtual stage can be without layers"
 
 
 def _zero(config: Config) -> Iterator[str]:
@@ -222,6 +217,17 @@ def _sequence(config: Config) -> Iterator[str]:
             f"train.seq_length={length} is more than the model.max_seq_length="
             f"{model.max_seq_length} positions there are; lower the one or raise the other"
         )
+    if model.position != "rope" and model.rope_scaling is not None:
+        yield f"model.rope_scaling needs model.position=rope, it is {model.position}"
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    for op in KernelsConfig.model_fields:
+        if op not in ("name", *COMPILED_OPERATIONS) and getattr(config.kernels, op) == "compiled":
+            yield (
+                f"kernels.{op}=compiled: this backend has no {op}, only "
+                f"{', '.join(COMPILED_OPERATIONS)}; choose auto, reference or torch"
+            )
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -238,8 +244,17 @@ def _optimizer(config: Config) -> Iterator[str]:
         )
     if optim.decay and optim.schedule != "wsd":
         yield f"optim.decay={optim.decay} is for optim.schedule=wsd, it is {optim.schedule}"
-    if optim.momentum and optim.name != "sgd":
-        yield f"optim.momentum={optim.momentum} is for optim.name=sgd, it is {optim.name}"
+    if optim.schedule == "inverse_sqrt" and optim.units == "samples" and not optim.warmup:
+        yield (
+            f"optim.schedule=inverse_sqrt in optim.units=samples needs optim.warmup: without one "
+            f"the rate falls from sample 1 on, and the first update, of {train.global_batch_size} "
+            f"samples, has only optim.lr / sqrt({train.global_batch_size})"
+        )
+    for name, settings in SETTINGS_OF.items():
+        for setting in settings if name != optim.name else ():
+            value = getattr(optim, setting)
+            if value != OptimConfig.model_fields[setting].default:
+                yield f"optim.{setting}={value} is for optim.name={name}, it is {optim.name}"
     precision = config.precision
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megads.config.data_files import strip_suffix
 from megads.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -45,12 +46,6 @@ _SPOT_CHECKS = 1000
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
     """Narrowest number type Megatron uses for this vocabulary: uint16 below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
-
-
-def strip_suffix(path: str | os.PathLike[str]) -> str:
-    """The prefix of a token file that may have been named by its `.bin` or `.idx`."""
-    text = os.fspath(path)
-    return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
 def exists(prefix: str | os.PathLike[str]) -> bool:

@@ -3,7 +3,8 @@
 `data.paths` entries may be prefixes of token files, which are used where they are, or `.txt` and
 `.jsonl` files, or `demo`, the text shipped with the package. Text is tokenized into
 `run.dir/data/`; the name of the result carries a hash of everything it depends on, so a second
-start uses it again and a change of the text or the tokenizer makes a new one.
+start uses it again and a change of the text or the tokenizer makes a new one. No torch: the local
+launcher does this before it starts any worker, so that none waits for it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.config.data_files import DEMO, TEXT_SUFFIXES, data_problems
+from megads.config.data_files import (
+    DEMO,
+    data_problems,
+    is_text,
+    strip_suffix,
+    tokenizer_file,
+)
 from megads.config.schema import Config
 from megads.data import indexed
 from megads.data.preprocess import preprocess
-from megads.data.tokenizer import load_tokenizer, require_eod, tokenizer_file
+from megads.data.tokenizer import load_tokenizer, require_eod
 from megads.errors import DataError
 
 _CORPUS = Path(__file__).with_name("corpus") / "shakespeare.txt.gz"
@@ -37,15 +44,11 @@ class ResolvedData:
     vocab_size: int | None
 
 
-def is_text(path: str) -> bool:
-    """Whether an entry of `data.paths` is tokenized first, rather than opened as it is."""
-    return path == DEMO or path.endswith(TEXT_SUFFIXES)
-
-
 def prepare_data(config: Config) -> ResolvedData:
     """Make the token files that are missing and say where all of them are.
 
-    One rank calls this before the others do; for them everything is there and nothing is written.
+    The launcher or one rank calls this before all others do; for them everything is there and
+    nothing is written.
     Raises DataError with every problem of the settings, and for text that cannot be tokenized.
     """
     problems = list(data_problems(config))
@@ -72,7 +75,7 @@ def prepare_data(config: Config) -> ResolvedData:
 
 def _token_prefix(path: str, config: Config) -> str:
     if not is_text(path):
-        return indexed.strip_suffix(path)
+        return strip_suffix(path)
     data, text = config.data, _CORPUS if path == DEMO else Path(path)
     parts = [_identity(text), str(data.append_eod), data.tokenizer]
     if data.tokenizer != "byte":

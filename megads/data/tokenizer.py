@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megads.config.data_files import BYTE_VOCABULARY, tokenizer_file
 from megads.errors import DataError
 
 END_OF_DOCUMENT_PIECES = (
@@ -46,8 +47,8 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document."""
 
     name = "byte"
-    vocab_size = 257
-    eod: int | None = 256
+    vocab_size = BYTE_VOCABULARY
+    eod: int | None = BYTE_VOCABULARY - 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -134,22 +135,6 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     path = tokenizer_file(spec)
     return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
-
-
-def tokenizer_file(spec: str) -> Path:
-    """The file a tokenizer other than `byte` is loaded from. Raises DataError if there is none."""
-    path = Path(spec)
-    if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model")]
-        path = next((file for file in found if file.is_file()), path)
-    if not path.is_file():
-        raise DataError(
-            f"data.tokenizer={spec}: no such file; it is 'byte' or the path of a sentencepiece "
-            f".model or a Hugging Face tokenizer.json"
-        )
-    if path.suffix not in (".model", ".json"):
-        raise DataError(f"data.tokenizer={spec}: expected a file ending in .model or .json")
-    return path
 
 
 def require_eod(tokenizer: Tokenizer) -> int:

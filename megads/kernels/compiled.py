@@ -15,8 +15,6 @@ from torch import Tensor
 
 from megads.kernels import reference, torch_native
 
-PROVIDES = ("norm", "activation", "rotary", "residual")
-
 
 def why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why nothing can be compiled for `device`; None if it can."""
@@ -30,7 +28,8 @@ def why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def operations() -> dict[str, Callable[..., Any]]:
-    """The ops of this backend, freshly wrapped; compilation happens at their first call."""
+    """The ops of this backend (COMPILED_OPERATIONS of the configuration's schema), freshly wrapped;
+    compilation happens at their first call."""
     joined = torch.compile(_join, dynamic=True)
 
     def residual(

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 
 import megads
 from megads.config.schema import Config
-from megads.errors import WorkerFailure
+from megads.errors import FINISHED_STATUS, STOPPED_STATUS, WorkerFailure
 from megads.launch.env import exported, this_machine, worker_environment
 from megads.launch.world import usable_gpus
 
 if TYPE_CHECKING:
     from megads.launch.agent import JobEnd, WorkerEnd
 
-STOPPED = 3
-"""Exit status of a run that a signal stopped after it saved."""
 RESOLVED = "--resolved-config="
 
 
@@ -79,10 +77,10 @@ def first_failure(ends: Sequence[WorkerEnd]) -> WorkerEnd:
 
 def _status(end: JobEnd) -> int:
     if not end.failures:
-        return 0
+        return FINISHED_STATUS
     first = first_failure(end.failures)
-    if first.status == STOPPED:
-        return STOPPED
+    if first.status == STOPPED_STATUS:
+        return STOPPED_STATUS
     if end.asked_to_stop and first.status < 0:
         raise WorkerFailure("stopped by a signal before anything could be saved")
     failure = WorkerFailure(_explain(first, end.failures))

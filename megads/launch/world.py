@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from megads.config.schema import Config
+from megads.config.validate import fill_layout
 from megads.errors import LayoutError
 from megads.launch.machine import Machine
 from megads.models.flops import state_bytes
@@ -22,9 +23,7 @@ def local_layout(config: Config, machine: Machine) -> ParallelLayout:
 
     dp, when it is not given, fills the GPUs; on the CPU it is 1.
     """
-    model = config.parallel.tp * config.parallel.pp
-    dp = config.parallel.dp or max(1, usable_gpus(config, machine) // model)
-    return ParallelLayout(tp=config.parallel.tp, pp=config.parallel.pp, dp=dp)
+    return fill_layout(config, usable_gpus(config, machine))
 
 
 def usable_gpus(config: Config, machine: Machine) -> int:

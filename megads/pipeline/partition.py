@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megads.config.schema import ModelConfig
+from megads.config.stages import stage_problems
 from megads.errors import LayoutError
 
 ELEMENT_FLOPS = 16
@@ -106,19 +107,13 @@ def plan_stages(
 
     Raises LayoutError if the layers cannot be cut that way.
     """
-    count = pp * chunks
-    if split is not None:
-        sizes = _checked_split(tuple(split), count, config.num_layers)
-    elif config.num_layers < count:
-        raise LayoutError(
-            f"model.num_layers={config.num_layers} is fewer than the {count} virtual stages of "
-            f"parallel.pp={pp} x parallel.chunks={chunks}; every one needs a layer: lower pp or "
-            f"chunks, or give parallel.split"
-        )
-    else:
-        sizes = _balanced_split(config.num_layers, estimate_cost(config, seq_length), pp, chunks)
+    problems = list(stage_problems(config.num_layers, pp, chunks, split))
+    if problems:
+        raise LayoutError(problems)
+    if split is None:
+        split = _balanced_split(config.num_layers, estimate_cost(config, seq_length), pp, chunks)
     assignments, start = [], 0
-    for virtual, size in enumerate(sizes):
+    for virtual, size in enumerate(split):
         assignments.append(
             ChunkPlan(
                 stage=virtual % pp,
@@ -126,7 +121,7 @@ def plan_stages(
                 virtual_stage=virtual,
                 layers=range(start, start + size),
                 has_embedding=virtual == 0,
-                has_head=virtual == count - 1,
+                has_head=virtual == len(split) - 1,
             )
         )
         start += size
@@ -166,23 +161,3 @@ def _fill(items: int, item_cost: int, fixed: Sequence[int], at_least: int) -> li
         target = min(range(len(fixed)), key=lambda i: (fixed[i] + counts[i] * item_cost, -i))
         counts[target] += 1
     return counts
-
-
-def _checked_split(split: tuple[int, ...], count: int, num_layers: int) -> tuple[int, ...]:
-    shown = ",".join(map(str, split))
-    if len(split) != count:
-        raise LayoutError(
-            f"parallel.split=[{shown}] has {len(split)} entries; it needs one per virtual stage: "
-            f"pp x chunks = {count}"
-        )
-    if sum(split) != num_layers or min(split) < 0:
-        raise LayoutError(
-            f"parallel.split=[{shown}] places {sum(split)} layers; model.num_layers={num_layers}, "
-            f"each placed once"
-        )
-    if 0 in split[1:-1]:
-        raise LayoutError(
-            f"parallel.split=[{shown}] leaves an inner virtual stage without layers; only the "
-            f"first (embedding) and the last (head) may be empty"
-        )
-    return split

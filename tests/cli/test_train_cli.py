@@ -75,7 +75,9 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
             ["model=gpt-175b", "parallel=tp8pp16"],
             ["needs 128 devices", "torchrun --nnodes=16 ", "srun --nodes=16 "],
         ),
-        (["model.hiden_size=64"], ["model.hiden_size", "hidden_size"]),
+        (["model.hiden_size=64"], ["megads-train: model.hiden_size", "hidden_size"]),
+        (["kernels.norm=tritn"], ["megads-train: kernels.norm=tritn", "compiled"]),
+        (["kernels.attention=compiled"], ["kernels.attention=compiled", "rotary"]),
         (["parallel=tp3"], ["model.num_attention_heads=4", "parallel.tp=3"]),
         (["data.paths=[nowhere/corpus.txt]"], ["nowhere/corpus.txt"]),
         (["run.dir=/dev/null/run"], ["run.dir=/dev/null/run"]),
@@ -93,6 +95,38 @@ def test_what_cannot_run_is_refused_at_once(
     # Processor time, which a busy machine does not stretch.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", ["text.jsonl, line 1", "not valid JSON"]),
+        (b'{"other": "x"}', ["text.jsonl, line 1", "no key 'text'"]),
+    ],
+)
+def test_text_that_cannot_be_tokenized_is_refused_before_any_worker(
+    tmp_path: Path, without_torch: str, content: bytes, words: list[str]
+) -> None:
+    (tmp_path / "text.jsonl").write_bytes(content)
+    arguments = [*TINY, "parallel=dp2", "data.paths=[text.jsonl]"]
+    done = _run(tmp_path, *arguments, PYTHONPATH=without_torch)
+    assert done.returncode == 2, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert list((tmp_path / "run" / "data").iterdir()) == []
+
+
+def test_text_is_tokenized_before_torch_is_loaded(tmp_path: Path, without_torch: str) -> None:
+    (tmp_path / "text.txt").write_text("some words, " * 100)
+    done = _run(tmp_path, *TINY, "data.paths=[text.txt]", PYTHONPATH=without_torch)
+    assert done.stderr.splitlines()[0].startswith("megads-train: tokenizing text.txt into run/data")
+    assert "torch was imported" in done.stderr
+    files = sorted((tmp_path / "run" / "data").iterdir())
+    assert [file.suffix for file in files] == [".bin", ".idx"]
+    before = [file.stat().st_mtime_ns for file in files]
+    done = _run(tmp_path, *TINY, "data.paths=[text.txt]", PYTHONPATH=without_torch)
+    assert "tokenizing" not in done.stderr
+    assert [file.stat().st_mtime_ns for file in files] == before
 
 
 @pytest.mark.parametrize("rank", [0, 1])

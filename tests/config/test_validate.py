@@ -91,6 +91,18 @@ IMPOSSIBLE = [
     ("parallel.pp=2 parallel.split=[1,2,1]", None, ["[1,2,1]", "3 entries", "2"]),
     ("parallel.pp=2 parallel.split=[1,2]", None, ["3 layers", "num_layers=4"]),
     ("parallel.pp=3 parallel.split=[2,0,2]", None, ["[2,0,2]", "first and the last"]),
+    ("parallel.sequence_parallel=true", None, ["sequence_parallel", "parallel.tp", "1"]),
+    (
+        'model.rope_scaling={"kind":"linear","factor":2}',
+        None,
+        ["rope_scaling", "position=rope", "learned"],
+    ),
+    (
+        "kernels.attention=compiled",
+        None,
+        ["attention=compiled", "norm, activation, rotary"],
+    ),
+    ("kernels.optimizer=compiled", None, ["optimizer=compiled", "residual", "torch"]),
     ("train.seq_length=129", None, ["seq_length=129", "max_seq_length=128"]),
     ("parallel.pp=2 parallel.schedule=interleaved", None, ["interleaved", "chunks", "1"]),
     ("parallel.pp=2 parallel.chunks=2 parallel.schedule=1f1b", None, ["chunks=2", "1f1b"]),
@@ -109,6 +121,9 @@ IMPOSSIBLE = [
     ("optim.units=samples optim.warmup=4801", None, ["warmup=4801", "4800 samples"]),
     ("optim.decay=5", None, ["decay=5", "wsd", "cosine"]),
     ("optim.momentum=0.9", None, ["momentum=0.9", "sgd", "adamw"]),
+    ("optim.name=sgd optim.betas=[0.8,0.95]", None, ["betas=(0.8, 0.95)", "adamw", "sgd"]),
+    ("optim.name=sgd optim.eps=1.0e-06", None, ["eps=1e-06", "adamw", "sgd"]),
+    ("optim.schedule=inverse_sqrt optim.units=samples", None, ["warmup", "sqrt(16)"]),
     ("optim.lr=0.0001 optim.min_lr=0.001", None, ["min_lr=0.001", "lr=0.0001"]),
     ("precision.min_loss_scale=1000000000.0", None, ["min_loss_scale", "65536"]),
     ("data.valid_fraction=0.0", None, ["eval.every=100", "valid_fraction"]),
@@ -146,7 +161,13 @@ def test_hidden_size_against_heads_is_refused_by_the_schema():
         ("model.vocab_size=1009 parallel.tp=2", None),  # padded
         ("model.num_kv_heads=2 parallel.tp=4", None),  # KV heads replicated
         ("model.num_kv_heads=1 parallel.tp=4", None),
-        ("parallel.sequence_parallel=true", None),  # nothing to do with tp 1
+        ("parallel.sequence_parallel=true parallel.tp=2", None),
+        ("kernels.norm=compiled", None),
+        ("kernels.name=compiled", None),  # what it lacks is chosen as by auto
+        ("optim.name=sgd optim.momentum=0.9", None),
+        ("optim.schedule=inverse_sqrt", None),
+        ("optim.schedule=inverse_sqrt optim.units=samples optim.warmup=160", None),
+        ("optim.schedule=wsd", None),
         ("parallel.pp=3 parallel.split=[0,4,0]", None),
         ("model.num_layers=5 parallel.pp=2", 2),
         ("parallel.pp=2 parallel.chunks=2", 4),
@@ -178,6 +199,16 @@ def test_refusing_is_quick_in_one_process():
     for overrides in (["parallel=tp3"], ["parallel=pp8"], ["model=gpt-13b", "parallel=tp7"]):
         assert validate(compose(overrides))
     assert (time.process_time() - started) / 3 < 2
+
+
+def test_a_folder_that_holds_a_tokenizer(tmp_path):
+    (found,) = problems(f"data.tokenizer={tmp_path}")
+    assert f"data.tokenizer={tmp_path}" in found and "folder" in found
+    (tmp_path / "tokenizer.json").touch()
+    assert problems(f"data.tokenizer={tmp_path}") == []
+    (tmp_path / "tokenizer.vocab").touch()
+    (found,) = problems(f"data.tokenizer={tmp_path}/tokenizer.vocab")
+    assert "ending in .model or .json" in found
 
 
 def test_missing_half_of_a_token_file(tmp_path):

@@ -149,5 +149,8 @@ def test_the_tokenizer_is_part_of_the_name(tmp_path: Path) -> None:
         [prefix] = prepare_data(settings).train
         names.add(prefix)
         assert IndexedTokens(prefix).tokens.tolist() == [1, 2, count]
+        folder = config(tmp_path, paths=[str(tmp_path / "a.txt")], tokenizer=str(tmp_path))
+        [prefix] = prepare_data(folder).train
+        assert IndexedTokens(prefix).tokens.tolist() == [1, 2, count]
     assert len(names) == 2
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]["</s>"] == 4

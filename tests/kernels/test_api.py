@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import typing
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megads.config.schema import KernelsConfig
+from megads.config.schema import KernelBackend, KernelsConfig
 from megads.errors import KernelUnavailable
-from megads.kernels import compiled, reference, torch_native
-from megads.kernels.api import OPERATIONS, select_kernels
+from megads.kernels import api, compiled, reference, torch_native
+from megads.kernels.api import AUTO_ORDER, OPERATIONS, backends, select_kernels
 
 FP32 = torch.float32
 
@@ -30,14 +33,25 @@ def test_every_op_has_a_setting() -> None:
     assert set(KernelsConfig.model_fields) == {"name", *OPERATIONS}
 
 
-@pytest.mark.parametrize("field", ["name", "rotary"])
-def test_an_unknown_backend_names_the_choices(field: str) -> None:
-    with pytest.raises(KernelUnavailable, match=r"tritn.*auto, reference, torch, compiled"):
-        select_kernels(KernelsConfig(**{field: "tritn"}), "cpu", FP32)
+def test_the_names_of_backends_and_their_order_are_those_of_the_setting() -> None:
+    names = typing.get_args(KernelBackend)
+    assert sorted(names) == sorted(["auto", *AUTO_ORDER]) == sorted(["auto", *backends()])
+    assert backends()["compiled"].provides == tuple(compiled.operations())
+
+
+def test_auto_passes_over_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = backends()
+    known["torch"] = replace(known["torch"], why_unavailable=lambda device, dtype: "no")
+    monkeypatch.setattr(api, "backends", lambda: known)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: f"/usr/bin/{name}")
+    _, report = select_kernels(KernelsConfig(), "cpu", FP32)
+    assert (report["norm"], report["attention"]) == ("compiled", "reference")
+    with pytest.raises(KernelUnavailable, match=r"kernels.norm=torch cannot run here: no"):
+        select_kernels(KernelsConfig(norm="torch"), "cpu", FP32)
 
 
 def test_an_op_that_a_backend_lacks() -> None:
-    with pytest.raises(KernelUnavailable, match=r"kernels.attention=compiled.*reference, torch$"):
+    with pytest.raises(KernelUnavailable, match=r"attention=compiled.*auto, torch, reference$"):
         select_kernels(KernelsConfig(attention="compiled"), "cpu", FP32)
 
 
