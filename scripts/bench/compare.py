@@ -1,7 +1,8 @@
 """Compare megads-train with other software, side by side on this machine's CPU.
 
     python scripts/bench/compare.py --peers DIR --out compare.json
-    python scripts/bench/compare.py --rows pp2 --dtypes bf16 --repeats 3 --tuned-peers
+    python scripts/bench/compare.py --peers DIR --rows pp2 --dtypes bf16 --repeats 3 --tuned-peers
+    python scripts/bench/compare.py --peers DIR --only megads --only 1f1b-6,2
 
 DIR holds the peers' scripts, set up as their README says (their virtual environment is DIR/venv or
 --peers-venv). Every contender of a row trains the same model on the same number of tokens with the
@@ -31,7 +32,6 @@ from runs import CLEAN_CORES, CORES, Run, run_megads, run_peer
 from summary import summarize, table
 from tokens import write_random_tokens
 
-REPO = Path(__file__).resolve().parents[2]
 MIN_CLEAN_STEPS = 2
 
 
@@ -40,14 +40,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers", type=Path, default=REPO.parent / "shared" / "peers")
+    parser.add_argument("--peers", type=Path, required=True, help="folder of the peers' scripts")
     parser.add_argument("--peers-venv", type=Path, help="default: PEERS/venv")
     parser.add_argument(
         "--megads-train", type=Path, default=Path(sys.executable).parent / "megads-train"
     )
     parser.add_argument("--rows", default=",".join(rows(Size())))
     parser.add_argument("--dtypes", default="fp32,bf16")
-    parser.add_argument("--only", help="comma-separated contenders; default: all")
+    parser.add_argument("--only", action="append", metavar="CONTENDER", help="default: all")
     parser.add_argument("--compiled", action="store_true", help="run the compiled peers as well")
     parser.add_argument("--tuned-peers", action="store_true", help="allocator variables for all")
     parser.add_argument("--repeats", type=int, default=2)
@@ -92,7 +92,9 @@ def measure(
                 run_dir=cwd / "run",
                 overrides=args.set,
             )
-            run = Run(row.name, dtype, MEGADS, True, repeat, row.world, command, quiet)
+            run = Run(
+                row.name, dtype, MEGADS, repeat, row.world, command, eager=True, wait_foreign=quiet
+            )
             env = environment(executable.parent, allocator=args.tuned_peers)
             run_megads(run, env, cwd, cwd / "run", args.timeout, row.global_batch * size.seq)
         else:
@@ -108,7 +110,16 @@ def measure(
                 warmup=args.warmup,
                 report=report,
             )
-            run = Run(row.name, dtype, peer.name, peer.eager, repeat, row.world, command, quiet)
+            run = Run(
+                row.name,
+                dtype,
+                peer.name,
+                repeat,
+                row.world,
+                command,
+                eager=peer.eager,
+                wait_foreign=quiet,
+            )
             env = environment(bin_dir, allocator=args.tuned_peers)
             if row.world > 1:
                 env["OMP_NUM_THREADS"] = "1"
@@ -142,12 +153,11 @@ def main() -> int:
 
 def _contenders(args: argparse.Namespace, row: Row, repeat: int) -> list[Peer | None]:
     """Who runs in this row, in an order that turns from repeat to repeat; None is megads."""
-    only = set(args.only.split(",")) if args.only else None
     chosen: list[Peer | None] = [
         peer
         for peer in (None, *row.peers)
         if (peer is None or peer.eager or args.compiled)
-        and (only is None or (peer.name if peer else MEGADS) in only)
+        and (not args.only or (peer.name if peer else MEGADS) in args.only)
     ]
     turn = repeat % max(1, len(chosen))
     return chosen[turn:] + chosen[:turn]

@@ -33,11 +33,11 @@ class Run:
     row: str
     dtype: str
     contender: str
-    eager: bool
     repeat: int
     world: int
     command: list[str]
-    wait_foreign: float
+    eager: bool = field(kw_only=True)
+    wait_foreign: float = field(kw_only=True)
     rc: int | None = None
     problem: str = ""
     wall_s: float = 0.0

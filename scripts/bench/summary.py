@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from contenders import MEGADS
@@ -16,13 +16,13 @@ class Line:
     row: str
     dtype: str
     contender: str
-    eager: bool
     step_s: float
     fastest_s: float
     steps: int
-    clean: bool
     step_peak_mb: float
     peak_mb: float
+    eager: bool = field(kw_only=True)
+    clean: bool = field(kw_only=True)
     ratio: float | None = None
     memory_ratio: float | None = None
     note: str = ""
@@ -68,13 +68,13 @@ def _line(runs: list[Run], warmup: int) -> Line:
         first.row,
         first.dtype,
         first.contender,
-        first.eager,
         median(times),
         min(times),
         len(times),
-        bool(clean),
         median(max(run.step_peak_mb, default=0.0) for run in runs),
         median(max(run.peak_mb, default=0.0) for run in runs),
+        eager=first.eager,
+        clean=bool(clean),
         note=note,
     )
 
