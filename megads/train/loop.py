@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megads.config.decode import to_yaml
 from megads.config.schema import Config
-from megads.errors import NonFiniteError
+from megads.errors import FINISHED_STATUS, STOPPED_STATUS, NonFiniteError
 from megads.launch.env import RankInfo
 from megads.launch.signals import StopRequest
 from megads.models.flops import device_peak_tflops, training_flops
@@ -17,8 +17,6 @@ from megads.train.checkpointing import resume, save
 from megads.train.evaluate import evaluate
 from megads.train.metrics import device_name, peak_memory_bytes
 from megads.train.step import StepResult, train_step
-
-FINISHED, STOPPED = 0, 3
 
 
 def train(config: Config, info: RankInfo) -> int:
@@ -42,7 +40,7 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     steps, checkpoint = config.train.steps, config.checkpoint
     if state.step >= steps:
         parts.metrics.note(f"already finished: step {state.step} of {steps}")
-        return FINISHED
+        return FINISHED_STATUS
     _write_config(parts)
     parts.metrics.rewind(state.step)
     saved_at = state.step
@@ -60,10 +58,10 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
             saved_at = state.step
         if result.stop_requested and not is_last:
             parts.metrics.note(f"stopped on request; step {state.step} is saved")
-            return STOPPED
+            return STOPPED_STATUS
     if checkpoint.save_last and saved_at != state.step:
         save(parts)
-    return FINISHED
+    return FINISHED_STATUS
 
 
 def _due(every: int, step: int) -> bool:
