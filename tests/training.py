@@ -156,6 +156,7 @@ def gathered_weights(rank: int, world: int, config: Config, kinds: Sequence[str]
     parts = build(config, pool_info(rank, world))
     parts.loader.close()
     parts.metrics.close()
+    parts.mesh.close()
     return [
         (p.key, p.global_shape, p.offset, p.view().clone())
         for p in parts.optimizer.pieces(only_owned=True, kinds=kinds)

@@ -120,6 +120,14 @@ class Mesh:
         links = _pipeline_links(layout, rank, torch.device(device), limit)
         return cls(layout, coords, tp, pp, dp, kv, tied, world, links, torch.device(device))
 
+    def close(self) -> None:
+        """Destroy the groups that `build` made. All ranks, once nothing is under way any more."""
+        links = vars(self.links).values()
+        members = (self.tp, self.pp, self.dp, self.kv, self.tied, self.world)
+        for group in [a.group for a in members] + [n.group for n in links if n is not None]:
+            if group is not None:
+                dist.destroy_process_group(group)
+
     @property
     def is_first_stage(self) -> bool:
         return self.pp.index == 0

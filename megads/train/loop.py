@@ -29,10 +29,12 @@ def train(config: Config, info: RankInfo) -> int:
         parts = build(config, info)
         try:
             resume(parts)
-            return _run(parts, stop)
+            status = _run(parts, stop)
         finally:
             parts.loader.close()
             parts.metrics.close()
+        parts.mesh.close()
+        return status
 
 
 def _run(parts: RunParts, stop: StopRequest) -> int:

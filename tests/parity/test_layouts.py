@@ -81,7 +81,9 @@ def test_initial_weights_are_bitwise_equal(
     tmp_path: Path, data: str, workers: Workers, family: str
 ) -> None:
     def weights(*overrides: str) -> dict[str, torch.Tensor]:
-        config = tiny_config(tmp_path / "_".join(overrides), data, family, *overrides)
+        config = tiny_config(
+            tmp_path / "_".join(overrides).replace("=", "-"), data, family, *overrides
+        )
         world = training.world_size(config)
         return training.assemble(workers(world).run(training.gathered_weights, config, ["param"]))
 

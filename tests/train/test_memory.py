@@ -38,6 +38,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
     finally:
         parts.loader.close()
         parts.metrics.close()
+    parts.mesh.close()
     return counts
 
 
@@ -65,6 +66,7 @@ def in_flight(rank: int, world: int, config: Config) -> int:
     step.train_step(parts)
     parts.loader.close()
     parts.metrics.close()
+    parts.mesh.close()
     return parts.executor.peak_in_flight
 
 
