@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import os
 import pickle
 import shutil
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 120.0
+KEPT_MESHES = 2
 GRACE_S = 3.0
 """How long the other ranks get to finish once one has failed."""
 
@@ -47,15 +49,24 @@ class RemoteFailure(AssertionError):
     """Some ranks raised, died or hung; the message holds every rank's traceback or stack."""
 
 
-@functools.cache
-def mesh_for(layout: ParallelLayout, rank: int, num_kv_heads: int | None = None) -> Mesh:
-    """The mesh of `layout` in this worker, made once; its groups are never destroyed.
+_meshes: dict[tuple[ParallelLayout, int | None], Mesh] = {}
 
-    Collective over the ranks of the layout, which must be all of the pool's.
+
+def mesh_for(layout: ParallelLayout, rank: int, num_kv_heads: int | None = None) -> Mesh:
+    """The mesh of `layout` in this worker; the last few stay for later calls.
+
+    Collective over the ranks of the layout, which must be all of the pool's. Older meshes are
+    closed: the threads of an idle group wake up all the time, of a hundred they fill a core.
     """
     from megads.parallel.mesh import Mesh
 
-    return Mesh.build(layout, rank, num_kv_heads=num_kv_heads)
+    mesh = _meshes.pop((layout, num_kv_heads), None)
+    if mesh is None:
+        while len(_meshes) >= KEPT_MESHES:
+            _meshes.pop(next(iter(_meshes))).close()
+        mesh = Mesh.build(layout, rank, num_kv_heads=num_kv_heads)
+    _meshes[layout, num_kv_heads] = mesh
+    return mesh
 
 
 class WorkerPool:
@@ -251,11 +262,19 @@ def _join(rank: int, world_size: int, directory: Path) -> None:
 
 
 def _call(fn: Callable[..., Any], rank: int, world_size: int, args: bytes) -> Any:
-    """One call; the seed is set so that results do not depend on earlier calls."""
+    """One call; the seed is set so that results do not depend on earlier calls.
+
+    Afterwards cycles are collected, because a process group in one keeps its threads, and what is
+    left is frozen: no later collection, here or in a test that counts objects, looks at it again.
+    """
     import torch
 
     torch.manual_seed(0)
-    return fn(rank, world_size, *pickle.loads(args))
+    try:
+        return fn(rank, world_size, *pickle.loads(args))
+    finally:
+        gc.collect()
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -83,11 +83,15 @@ def write_tokens(prefix: Path, *, vocab_size: int = 101, documents: int = 40) ->
     return str(prefix)
 
 
+def command_words(run_dir: Path, data: str, family: str, *overrides: str) -> list[str]:
+    """The command line of a small run of `family`; of repeated keys the last one counts."""
+    wanted = [*SIZES, *FAMILIES[family], *RUN, f"run.dir={run_dir}", f"data.paths=[{data}]"]
+    return list({o.split("=", 1)[0]: o for o in [*wanted, *overrides]}.values())
+
+
 def tiny_config(run_dir: Path, data: str, family: str, *overrides: str) -> Config:
     """The configuration of a small run of `family` in fp32, the same whatever the layout."""
-    wanted = [*SIZES, *FAMILIES[family], *RUN, f"run.dir={run_dir}", f"data.paths=[{data}]"]
-    last = {o.split("=", 1)[0]: o for o in [*wanted, *overrides]}
-    return compose(list(last.values()))
+    return compose(command_words(run_dir, data, family, *overrides))
 
 
 def world_size(config: Config) -> int:

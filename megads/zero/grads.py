@@ -162,12 +162,16 @@ class GradientBuckets:
 
 
 def _attach(entry: Entry, sink: BucketSink) -> None:
-    """Route the parameter's gradient into `sink`, whether a layer writes it or autograd does."""
+    """Route the parameter's gradient into `sink`, whether a layer writes it or autograd does.
+
+    The hook finds the sink through the parameter: the garbage collector does not see what a hook
+    of this kind holds, and would never free the parameter.
+    """
 
     def take(param: nn.Parameter) -> None:
         grad, param.grad = param.grad, None
         if grad is not None:
-            sink.add(grad)
+            param.grad_sink.add(grad)  # type: ignore[attr-defined]
 
     entry.param.grad_sink = sink  # type: ignore[attr-defined]
     entry.param.register_post_accumulate_grad_hook(take)

@@ -1,0 +1,132 @@
+"""The parity tables through `megads-train` itself: processes, files and command line included.
+
+    python -m tests.parity.command_line layouts [--families gpt llama] [--only tp2 pp2vpp2]
+    python -m tests.parity.command_line resume
+
+Prints one line per run, exits with 1 if any differs. The test suite runs the same tables in its
+worker pools, where a run costs half a second instead of the start of an interpreter per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.test_layouts import LAYOUTS
+from tests.training import (
+    FAMILIES,
+    column,
+    command_words,
+    read_checkpoint,
+    read_metrics,
+    write_tokens,
+)
+
+LIMIT_S = 300
+SAVED = ["checkpoint.save_last=true"]
+RTOL = 1e-5
+RESUMED = ["dp2zero1", "tp4", "pp4", "pp2vpp2", "single", "tp2pp2"]
+
+
+def train(run_dir: Path, data: str, family: str, *overrides: str) -> list[dict[str, Any]]:
+    """Run the command; the lines of its metrics.jsonl. Raises on any other status than 0."""
+    command = Path(sys.executable).with_name("megads-train")
+    words = command_words(run_dir, data, family, *overrides)
+    done = subprocess.run(
+        [command, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"megads-train ended with {done.returncode}\n{done.stderr}")
+    return read_metrics(run_dir)
+
+
+def difference(got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]], name: str) -> float:
+    """Largest relative difference between two columns of the metrics."""
+    a, b = column(got, name), column(want, name)
+    if a.shape != b.shape:
+        return float("inf")
+    return float(((a - b).abs() / b.abs()).max())
+
+
+def curve_line(
+    what: str, got: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]
+) -> tuple[str, bool]:
+    losses, norms = difference(got, want, "loss"), difference(got, want, "grad_norm")
+    good = len(got) == len(want) and losses <= RTOL and norms <= RTOL
+    return f"{what:45} loss {losses:.1e}  grad_norm {norms:.1e}", good
+
+
+def layouts(
+    directory: Path, data: str, families: Sequence[str], only: Sequence[str]
+) -> Iterator[tuple[str, bool]]:
+    """Every layout's curve and initial weights against the single process."""
+    for family in families:
+        still = [*SAVED, "optim.lr=0", "optim.min_lr=0", "train.steps=1", "optim.total=20"]
+        want = train(directory / family, data, family)
+        train(directory / f"{family} start", data, family, *still)
+        start = read_checkpoint(directory / f"{family} start/checkpoints/step-1")
+        weights = [key for key in start if key.startswith("param/")]
+        for number, name in enumerate(only or LAYOUTS):
+            run_dir = directory / f"{family}-{number}"
+            line, good = curve_line(
+                f"{family} {name}", train(run_dir, data, family, *LAYOUTS[name]), want
+            )
+            train(run_dir / "start", data, family, *still, *LAYOUTS[name])
+            got = read_checkpoint(run_dir / "start/checkpoints/step-1")
+            same = all(torch.equal(got[key], start[key]) for key in weights)
+            yield f"{line}  initial weights {'equal' if same else 'DIFFER'}", good and same
+
+
+def resume(directory: Path, data: str, families: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Stopping and going on in the same layout (bitwise) and in others (the same curve)."""
+    family = families[0]
+    for precision in ("fp32", "bf16"):
+        for layout in ("dp2", "dp2zero1", "tp2pp2"):
+            words = [*SAVED, f"parallel={layout}", f"precision={precision}"]
+            name = f"{precision} {layout}"
+            straight, halves = directory / name, directory / f"{name} halves"
+            train(straight, data, family, *words)
+            train(halves, data, family, *words, "train.steps=10")
+            train(halves, data, family, *words)
+            a, b = (read_checkpoint(d / "checkpoints/step-20") for d in (straight, halves))
+            same = a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+            yield f"{name:45} parameters and moments {'equal' if same else 'DIFFER'}", same
+    want = read_metrics(directory / "fp32 tp2pp2")
+    source = directory / "source"
+    train(source, data, family, *SAVED, "parallel=tp2pp2", "train.steps=10")
+    for layout in RESUMED:
+        words = [f"checkpoint.load={source / 'checkpoints/step-10'}", f"parallel={layout}"]
+        got = train(directory / f"to {layout}", data, family, *words)
+        yield curve_line(f"tp2pp2 for 10 steps, then {layout}", got, want[10:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=["layouts", "resume"])
+    parser.add_argument("--families", nargs="+", default=["gpt", "llama"], choices=FAMILIES)
+    parser.add_argument("--only", nargs="+", default=[], choices=list(LAYOUTS))
+    arguments = parser.parse_args()
+    bad = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        data = write_tokens(directory / "tokens")
+        lines = (
+            layouts(directory, data, arguments.families, arguments.only)
+            if arguments.table == "layouts"
+            else resume(directory, data, arguments.families)
+        )
+        for line, good in lines:
+            bad += not good
+            print(line if good else f"{line}  WRONG", flush=True)
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
