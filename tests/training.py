@@ -158,13 +158,14 @@ def gathered_weights(rank: int, world: int, config: Config, kinds: Sequence[str]
     from megads.train.build import build
 
     parts = build(config, pool_info(rank, world))
+    held = []
+    for p in parts.optimizer.pieces(only_owned=True, kinds=kinds):
+        with p.opened() as data:
+            held.append((p.key, p.global_shape, p.offset, data.clone()))
     parts.loader.close()
     parts.metrics.close()
-    parts.mesh.close()
-    return [
-        (p.key, p.global_shape, p.offset, p.view().clone())
-        for p in parts.optimizer.pieces(only_owned=True, kinds=kinds)
-    ]
+    parts.close()
+    return held
 
 
 def assemble(per_rank: Sequence[Any]) -> dict[str, Tensor]:

@@ -112,8 +112,9 @@ def _blocks(pieces: Sequence[TensorPiece]) -> Iterator[memoryview]:
     """The parts of a file in order; each lives until the next is asked for."""
     yield memoryview(_encode_header(pieces))
     for piece in pieces:
-        tensor = piece.view().detach().to("cpu", piece.dtype).contiguous()
-        yield memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with piece.opened() as data:
+            tensor = data.detach().to("cpu", piece.dtype).contiguous()
+            yield memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _encode_header(pieces: Sequence[TensorPiece]) -> bytes:

@@ -40,7 +40,8 @@ def fill_pieces(path: Path, manifest: Manifest, wanted: Sequence[TensorPiece]) -
         for name, copies in reads.items():
             tensors = io.open_file(path / name, manifest.files[name].size, contents[name])
             for piece, read in copies:
-                piece.view()[read.target].copy_(tensors[read.tensor][read.source])
+                with piece.opened(write=True) as data:
+                    data[read.target].copy_(tensors[read.tensor][read.source])
 
 
 def _check_piece(path: Path, piece: TensorPiece, entry: TensorEntry) -> None:

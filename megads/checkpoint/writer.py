@@ -70,7 +70,7 @@ def piece_info(piece: TensorPiece) -> PieceInfo:
     """What the other ranks must know of a piece. Raises CheckpointError if its data cannot fit."""
     if piece.data.numel() != piece.numel:
         raise CheckpointError(
-            f"{piece.key}: data of shape {list(piece.data.shape)} cannot be a piece of shape "
+            f"{piece.key}: {piece.data.numel()} elements cannot be a piece of shape "
             f"{list(piece.shape)}"
         )
     return PieceInfo(

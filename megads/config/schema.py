@@ -155,7 +155,16 @@ class ParallelConfig(Group):
     """auto: 1f1b, or interleaved when chunks > 1."""
     split: tuple[NonNegative, ...] | None = None
     """Layers of each virtual stage in model order; None balances them by estimated cost."""
+    zero_shard_size: Positive | None = None
+    """Data-parallel neighbours that a ZeRO stage shards over (those of one node, say); other such
+    groups hold copies. None: all data-parallel ranks."""
     offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where a rank keeps optimizer state, master weights and summed gradients: on the device, in
+    host memory, or (gradients in host memory) in a file. Under stage 3 the parameters too."""
+    offload_path: str | None = None
+    """Directory on a local disk for `offload=nvme`; None: run.dir/offload."""
+    offload_budget_mb: PositiveFloat = 512.0
+    """Host memory in MiB of each rank through which `offload=nvme` streams its state."""
     bucket_mb: PositiveFloat = 32.0
     """Size of a gradient bucket in MiB: the unit of data-parallel communication."""
 

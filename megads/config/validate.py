@@ -23,7 +23,6 @@ from megads.config.stages import stage_problems
 from megads.errors import ConfigError, LayoutError
 from megads.parallel.layout import ParallelLayout
 
-SUPPORTED_ZERO_STAGES = (0, 1)
 SETTINGS_OF = {"adamw": ("betas", "eps"), "sgd": ("momentum",)}
 """Settings that only one optimizer reads."""
 
@@ -36,8 +35,9 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems = list(_world(config, world_size))
     problems += _tensor_parallel(config)
     problems += _pipeline(config)
-    problems += _zero(config)
-    problems += _batch(config, fill_layout(config, world_size or 1).dp)
+    dp = fill_layout(config, world_size or 1).dp
+    problems += _zero(config, dp)
+    problems += _batch(config, dp)
     problems += _sequence(config)
     problems += _kernels(config)
     problems += _optimizer(config)
@@ -169,15 +169,24 @@ def _pipeline(config: Config) -> Iterator[str]:
         )
 
 
-def _zero(config: Config) -> Iterator[str]:
+def _zero(config: Config, dp: int) -> Iterator[str]:
     parallel = config.parallel
-    if parallel.zero not in SUPPORTED_ZERO_STAGES:
+    size = parallel.zero_shard_size
+    if size is not None and parallel.zero == 0:
         yield (
-            f"parallel.zero={parallel.zero} is not available yet; supported stages: "
-            f"{_listed(list(SUPPORTED_ZERO_STAGES))}"
+            f"parallel.zero_shard_size={size} has no meaning with parallel.zero=0, which shards "
+            f"nothing; take zero 1, 2 or 3"
         )
-    if parallel.offload != "none":
-        yield f"parallel.offload={parallel.offload} is not available yet; supported: none"
+    elif size is not None and dp % size:
+        yield (
+            f"parallel.zero_shard_size={size} does not divide the data parallel size {dp}; it can "
+            f"be {_listed(_divisors(dp))}"
+        )
+    if parallel.offload_path is not None and parallel.offload != "nvme":
+        yield (
+            f"parallel.offload_path={parallel.offload_path} is only read with "
+            f"parallel.offload=nvme, not {parallel.offload}"
+        )
 
 
 def _batch(config: Config, dp: int) -> Iterator[str]:

@@ -20,10 +20,12 @@ from megads.parallel.collectives import all_gather_dim0
 from megads.parallel.mesh import Axis, Mesh
 from megads.parallel.rng import DropoutRng
 from megads.parallel.sharding import ParamSpec
+from megads.parallel.units import UnitHooks, after_unit, before_unit
 from megads.tensor_parallel.layers import VocabParallelEmbedding, column_parallel
 from megads.tensor_parallel.loss import vocab_parallel_cross_entropy
 
 Recompute = Literal["none", "selective", "full"]
+EMBEDDING_UNIT, HEAD_UNIT = "embedding", "head"
 EMBEDDING_LAYER = -1
 """Stands for the embedding where dropout sites are told apart by layer."""
 
@@ -48,6 +50,8 @@ class GPTStage(nn.Module):
 
     `specs`: the ParamSpec of every name in `named_parameters()`.
     `dropout_rng`: to be seeded before each forward pass when anything is dropped.
+    `units`: names of the parameters that each unit reads, in forward order.
+    `unit_hooks`: who is told before a unit is computed, if anyone.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class GPTStage(nn.Module):
         self.head: VocabParallelEmbedding | None = None
         if plan.has_head and HEAD in self.specs:
             self.head = context.embedding("head")
+        self.units = stage_units(self.specs, plan)
+        self.unit_hooks: UnitHooks | None = None
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Run the chunk on a microbatch.
@@ -100,7 +106,7 @@ class GPTStage(nn.Module):
         if self.final_norm is None:
             return grid.contiguous(x)
         mask = batch.loss_mask
-        return vocab_parallel_cross_entropy(
+        loss = vocab_parallel_cross_entropy(
             self._local_logits(x),
             grid.flatten_ids(batch.labels),
             grid.flatten_ids(mask) if mask is not None else None,
@@ -108,6 +114,7 @@ class GPTStage(nn.Module):
             axis=self._tp,
             kernel=self._kernels.cross_entropy,
         )
+        return after_unit(HEAD_UNIT, loss, self.unit_hooks)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Logits of a chunk with the head, `[batch, seq, vocab_size]` on every tp rank; no
@@ -124,17 +131,24 @@ class GPTStage(nn.Module):
         count, seq = batch.tokens.shape
         grid = TokenGrid(seq, count, batch_first=not self._sequence_parallel)
         at = self._pass(grid)
+        hooks = self.unit_hooks
         if self.embedding is not None:
+            before_unit(EMBEDDING_UNIT, hooks)
             x = self.embedding(grid.flatten_ids(batch.tokens), at)
+            after_unit(EMBEDDING_UNIT, x, hooks)
         elif hidden is None:
             raise ValueError("a chunk without the embedding needs hidden states")
         else:
             x = grid.flatten(hidden)
-        for block in self.blocks.values():
+        for layer, block in self.blocks.items():
+            before_unit(f"blocks.{layer}", hooks)
             if self._recompute_blocks and self.training and torch.is_grad_enabled():
                 x = recomputed(block, x, at)
             else:
                 x = block(x, at)
+            after_unit(f"blocks.{layer}", x, hooks)
+        if self.final_norm is not None:
+            before_unit(HEAD_UNIT, hooks)
         return x, grid
 
     def _pass(self, grid: TokenGrid) -> Pass:
@@ -218,6 +232,21 @@ def stage_specs(config: ModelConfig, plan: Chunk) -> dict[str, ParamSpec]:
         (tied,) = (spec for spec in param_specs(config) if spec.name == WORD_EMBEDDING)
         specs[HEAD] = tied
     return specs
+
+
+def stage_units(specs: dict[str, ParamSpec], plan: Chunk) -> dict[str, tuple[str, ...]]:
+    """The units of a chunk in forward order, each with the parameters that it reads."""
+    units: dict[str, tuple[str, ...]] = {}
+    if plan.has_embedding:
+        units[EMBEDDING_UNIT] = tuple(name for name in specs if name.startswith("embedding."))
+    for layer in plan.layers:
+        prefix = f"blocks.{layer}"
+        units[prefix] = tuple(name for name in specs if name.startswith(f"{prefix}."))
+    if plan.has_head:
+        weight = HEAD if HEAD in specs else WORD_EMBEDDING
+        norm = (name for name in specs if name.startswith("final_norm."))
+        units[HEAD_UNIT] = (*norm, weight)
+    return units
 
 
 def attention_pattern(config: ModelConfig, tp: Axis) -> AttentionPattern:

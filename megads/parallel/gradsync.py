@@ -26,23 +26,22 @@ class GradSink(Protocol):
 
 
 class GradSync(Protocol):
-    """Told by the executor which backward is about to run, and when all have run."""
+    """Told by the executor which backward is about to run, and when it has run."""
 
-    def before_backward(self, chunk: int, microbatch: int, *, is_last: bool) -> None:
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
         """`is_last`: no later backward of `chunk` in this step; its buckets may be reduced."""
 
-    def finish(self) -> None:
-        """All backwards have run: complete the gradients (tied and tp-replicated copies summed,
-        everything reduced over data-parallel ranks)."""
+    def after_backward(self, chunk: int) -> None:
+        """Every gradient that this backward of `chunk` has to give is there."""
 
 
 class NoSync:
     """Gradients stay where autograd leaves them: single-process use and tests."""
 
-    def before_backward(self, chunk: int, microbatch: int, *, is_last: bool) -> None:
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
         pass
 
-    def finish(self) -> None:
+    def after_backward(self, chunk: int) -> None:
         pass
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -52,9 +53,11 @@ class PipelineLinks:
 class Mesh:
     """Everything about where this rank is and whom it talks to.
 
-    `kv`: tensor-parallel peers holding copies of the same KV heads (size 1 unless there are fewer
-    KV heads than tp ranks). `tied`: the first and last pipeline stage at this (dp, tp) position,
-    on those stages and with pp > 1. `world`: all ranks of the layout.
+    The dp axis is cut in two for ZeRO: `shard` are the ranks over which model states are cut up,
+    `replica` those that hold the same shard. `kv`: tensor-parallel peers holding copies of the same
+    KV heads (size 1 unless there are fewer KV heads than tp ranks). `tied`: the first and last
+    pipeline stage at this (dp, tp) position, on those stages and with pp > 1. `world`: all ranks
+    of the layout.
     """
 
     layout: ParallelLayout
@@ -62,6 +65,8 @@ class Mesh:
     tp: Axis
     pp: Axis
     dp: Axis
+    shard: Axis
+    replica: Axis
     kv: Axis
     tied: Axis
     world: Axis
@@ -78,6 +83,8 @@ class Mesh:
             one("tp"),
             one("pp"),
             one("dp"),
+            one("shard"),
+            one("replica"),
             one("kv"),
             one("tied"),
             one("world"),
@@ -92,14 +99,16 @@ class Mesh:
         rank: int,
         *,
         num_kv_heads: int | None = None,
+        zero_shard_size: int = 1,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
     ) -> Mesh:
         """Create all groups of `layout` on an initialized process group.
 
         Collective over the default group, whose first `layout.world_size` ranks form the mesh;
-        ranks outside the mesh must not call it. A collective that waits longer than `timeout_s`
-        ends the job.
+        ranks outside the mesh must not call it. `zero_shard_size` neighbours on the dp axis (which
+        it divides) form a shard group: 1 under ZeRO stage 0, else usually all of them. A collective
+        that waits longer than `timeout_s` ends the job.
         """
         if layout.world_size == 1:
             return cls.single(device)
@@ -114,17 +123,21 @@ class Mesh:
             return axis(name, layout.groups(name))
 
         tp, pp, dp = along("tp"), along("pp"), along("dp")
+        shard, replica = _cut(dp, zero_shard_size, layout.groups("dp"), axis)
         kv = axis("kv", layout.kv_groups(num_kv_heads or layout.tp))
         tied = axis("tied", _tied_groups(layout))
         world = axis("world", [tuple(range(layout.world_size))])
         links = _pipeline_links(layout, rank, torch.device(device), limit)
-        return cls(layout, coords, tp, pp, dp, kv, tied, world, links, torch.device(device))
+        return cls(
+            layout, coords, tp, pp, dp, shard, replica, kv, tied, world, links, torch.device(device)
+        )
 
     def close(self) -> None:
         """Destroy the groups that `build` made. All ranks, once nothing is under way any more."""
         links = vars(self.links).values()
-        members = (self.tp, self.pp, self.dp, self.kv, self.tied, self.world)
-        for group in [a.group for a in members] + [n.group for n in links if n is not None]:
+        axes = (self.tp, self.pp, self.dp, self.shard, self.replica, self.kv, self.tied, self.world)
+        groups = [a.group for a in axes] + [n.group for n in links if n is not None]
+        for group in dict.fromkeys(groups):  # shard or replica may be the dp group itself
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -155,6 +168,25 @@ def _new_groups(
             if rank in ranks:
                 mine_group = group
     return mine, mine_group
+
+
+def _cut(
+    dp: Axis,
+    size: int,
+    dp_groups: list[tuple[int, ...]],
+    make: Callable[[str, list[tuple[int, ...]]], Axis],
+) -> tuple[Axis, Axis]:
+    """The shard and replica axes: runs of `size` dp neighbours, and the ranks alike in all runs."""
+    if dp.size % size:
+        raise ValueError(f"zero_shard_size {size} does not divide dp {dp.size}")
+    alone = Axis("", ranks=(dp.ranks[dp.index],))
+    if size == 1:
+        return replace(alone, name="shard"), replace(dp, name="replica")
+    if size == dp.size:
+        return replace(dp, name="shard"), replace(alone, name="replica")
+    runs = [g[i : i + size] for g in dp_groups for i in range(0, len(g), size)]
+    alike = [g[i::size] for g in dp_groups for i in range(size)]
+    return make("shard", runs), make("replica", alike)
 
 
 def _tied_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:

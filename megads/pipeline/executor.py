@@ -72,8 +72,8 @@ class PipelineExecutor:
         """Forward and backward of all microbatches of a step.
 
         The gradient of the sum of token losses times `grad_scale` is accumulated wherever the
-        modules accumulate it; `grads` is told before each backward pass. Returns the sum of token
-        losses over the microbatches, an fp32 scalar without a graph; 0 off the last stage.
+        modules accumulate it; `grads` is told before and after each backward pass. Returns the sum
+        of token losses over the microbatches, an fp32 scalar without a graph; 0 off the last stage.
         """
         actions = self._schedule(self.schedule_name, len(microbatches))
         walk = _Walk(self, microbatches, grads, grad_scale)
@@ -182,8 +182,9 @@ class _Walk:
         else:
             gradient = self.gradients_in.take(key)
         is_last = self.last_backward[chunk] == microbatch
-        self.grads.before_backward(chunk, microbatch, is_last=is_last)
+        self.grads.before_backward(chunk, is_last=is_last)
         torch.autograd.backward([edge], [gradient])
+        self.grads.after_backward(chunk)
         if hidden is None:
             return
         if hidden.grad is None:

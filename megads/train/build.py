@@ -31,8 +31,9 @@ from megads.pipeline.executor import PipelineExecutor
 from megads.pipeline.partition import StagePlan, plan_stages
 from megads.train.metrics import Metrics
 from megads.train.state import TrainState
-from megads.zero.buckets import Bucket, build_buckets
+from megads.zero.buckets import Entry, build_buckets
 from megads.zero.optimizer import ZeroOptimizer
+from megads.zero.shards import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -94,6 +95,11 @@ class RunParts:
             "zero": parallel.zero,
         }
 
+    def close(self) -> None:
+        """Give up everything outside of memory. All ranks, once nothing is under way any more."""
+        self.optimizer.close()
+        self.mesh.close()
+
     def describe(self, backends: dict[str, str]) -> str:
         """A few lines on what is about to run; `backends` says who computes each op."""
         model, split = self.config.model, "-".join(map(str, self.plan.split))
@@ -121,6 +127,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
         layout,
         info.rank,
         num_kv_heads=config.model.num_kv_heads,
+        zero_shard_size=shard_size(config, layout.dp),
         device=info.device,
         timeout_s=config.launch.timeout_s,
     )
@@ -130,9 +137,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
     )
     kernels, backends = select_kernels(config.kernels, mesh.device, dtype)
     modules = build_modules(config, plan, mesh, kernels, dtype)
-    buckets = build_parameters(config, modules, mesh, dtype)
-    rule = make_update_rule(config.optim, kernels.adamw)
-    optimizer = ZeroOptimizer(buckets, mesh, rule, config.optim, stage=parallel.zero)
+    optimizer = build_optimizer(config, modules, mesh, kernels, dtype)
     # No rng is built: dropout, like initial weights, is seeded by where it happens.
     state = TrainState(run_id=collectives.broadcast_object(secrets.token_hex(4), mesh.world))
     executor = build_executor(config, plan, modules, mesh, dtype, state)
@@ -178,32 +183,55 @@ def build_modules(
     return modules
 
 
-def build_parameters(
-    config: Config, modules: list[GPTStage], mesh: Mesh, dtype: torch.dtype
-) -> list[Bucket]:
-    """Flat buffers for the parameters, filled with their initial values.
+def shard_size(config: Config, dp: int) -> int:
+    """Ranks over which ZeRO shards; 1 under stage 0."""
+    return (config.parallel.zero_shard_size or dp) if config.parallel.zero else 1
+
+
+def build_optimizer(
+    config: Config,
+    modules: list[GPTStage],
+    mesh: Mesh,
+    kernels: Kernels,
+    dtype: torch.dtype,
+) -> ZeroOptimizer:
+    """Flat buffers for the parameters, with their initial values, and the optimizer over them.
 
     Each parameter is drawn from its own seed and then sliced, so every layout starts with the
     same weights and no rank has to send any.
     """
+    parallel = config.parallel
     buckets = build_buckets(
         modules,
-        [module.specs for module in modules],
         mesh,
         dtype=dtype,
-        bucket_mb=config.parallel.bucket_mb,
-        sequence_parallel=config.parallel.sequence_parallel,
+        bucket_mb=parallel.bucket_mb,
+        sequence_parallel=parallel.sequence_parallel,
     )
-    for bucket in buckets:
-        for entry in bucket.entries:
-            initialize_parameter(
-                entry.param.data,
-                entry.spec,
-                seed=config.train.seed,
-                tp=mesh.tp.size,
-                tp_index=mesh.tp.index,
-            )
-    return buckets
+
+    def initialize(entry: Entry) -> None:
+        initialize_parameter(
+            entry.param.data,
+            entry.spec,
+            seed=config.train.seed,
+            tp=mesh.tp.size,
+            tp_index=mesh.tp.index,
+        )
+
+    return ZeroOptimizer(
+        modules,
+        buckets,
+        mesh,
+        make_update_rule(config.optim, kernels.adamw),
+        config.optim,
+        stage=parallel.zero,
+        initialize=initialize,
+        offload=Offload(
+            parallel.offload,
+            Path(parallel.offload_path or Path(config.run.dir) / "offload"),
+            int(parallel.offload_budget_mb * 2**20),
+        ),
+    )
 
 
 def build_executor(

@@ -33,7 +33,7 @@ def train(config: Config, info: RankInfo) -> int:
         finally:
             parts.loader.close()
             parts.metrics.close()
-        parts.mesh.close()
+        parts.close()
         return status
 
 

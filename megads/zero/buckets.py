@@ -2,24 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megads.parallel.mesh import Mesh
 from megads.parallel.sharding import ParamSpec
-from megads.zero.partition import BucketKind, BucketPlan, Placement, plan_buckets
+from megads.parallel.units import UnitHooks
+from megads.zero.partition import BucketPlan, Item, Placement, plan_buckets
+
+Copies = Literal["none", "tp_partial", "kv", "tied"]
+"""Who else adds to a parameter's gradient, apart from data-parallel ranks: nobody; all tp ranks;
+the ranks that hold copies of the same KV heads, to their rows; the other end of the pipeline."""
+
+
+class ShardedModule(Protocol):
+    """A model chunk, as ZeRO sees it (see `GPTStage`)."""
+
+    specs: dict[str, ParamSpec]
+    units: dict[str, tuple[str, ...]]
+    unit_hooks: UnitHooks | None
+
+
+class Flat:
+    """A flat tensor whose memory can be given back while views of it stay valid.
+
+    Views, and what autograd saved of them, see the new memory after the next `acquire`; its
+    content is undefined, but for zeros in the gaps between parameters. New views can only be made
+    while there is memory. Writing to `tensor` goes unseen by autograd, which must not take
+    parameters that were fetched again for other ones.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, gaps: Sequence[slice]
+    ) -> None:
+        self._whole = torch.zeros(numel, dtype=dtype, device=device)
+        self.tensor = self._whole.data
+        self._storage, self._gaps = self._whole.untyped_storage(), gaps
+        self._nbytes = self._whole.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held at the moment."""
+        return self._storage.nbytes()
+
+    def view(self, place: Placement, shape: torch.Size) -> Tensor:
+        """The elements at `place`, as part of autograd's world."""
+        return self._whole[place.start : place.stop].view(shape)
+
+    def acquire(self) -> None:
+        """Make sure that there is memory."""
+        if not self.nbytes:
+            self._storage.resize_(self._nbytes)
+            for gap in self._gaps:
+                self.tensor[gap].zero_()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._storage.resize_(0)
 
 
 @dataclass
 class Entry:
-    """A parameter of this rank: its spec, the chunk that holds it, its place in a bucket."""
+    """A parameter of this rank: its spec, the chunk that holds it, its name there.
+
+    `grad`: its place in the bucket's gradients, in the parameter's shape.
+    """
 
     spec: ParamSpec
     param: nn.Parameter
     chunk: int
+    name: str
+    copies: Copies
+    grad: Tensor
 
 
 @dataclass
@@ -28,20 +86,16 @@ class Bucket:
 
     plan: BucketPlan
     entries: tuple[Entry, ...]
-    params: Tensor
-    grads: Tensor
+    params: Flat
+    grads: Flat
 
     def placed(self) -> zip[tuple[Entry, Placement]]:
         """Entries with their places, in bucket order."""
         return zip(self.entries, self.plan.placements, strict=True)
 
-    def grad_view(self, placement: Placement, entry: Entry) -> Tensor:
-        """The gradient of one entry, in the parameter's local shape."""
-        return self.grads[placement.start : placement.stop].view(entry.param.shape)
 
-
-def bucket_kind(spec: ParamSpec, mesh: Mesh, *, sequence_parallel: bool) -> BucketKind:
-    """What the gradient of `spec` needs before the data-parallel reduction on this mesh."""
+def copies_of(spec: ParamSpec, mesh: Mesh, *, sequence_parallel: bool) -> Copies:
+    """Whose contributions the gradient of `spec` needs on this mesh."""
     if spec.tied and mesh.pp.size > 1:
         return "tied"
     if mesh.tp.size > 1:
@@ -49,51 +103,77 @@ def bucket_kind(spec: ParamSpec, mesh: Mesh, *, sequence_parallel: bool) -> Buck
         if spec.tp_gradient == "partial" or partial_if_sp:
             return "tp_partial"
         if spec.has_copies(mesh.tp.size):
-            return "kv_copies"
-    return "plain"
+            return "kv"
+    return "none"
 
 
 def build_buckets(
     modules: Sequence[nn.Module],
-    specs: Sequence[dict[str, ParamSpec]],
     mesh: Mesh,
     *,
     dtype: torch.dtype,
     bucket_mb: float,
     sequence_parallel: bool,
 ) -> list[Bucket]:
-    """Give every parameter of the model chunks memory inside flat buckets.
+    """Make flat buckets for the parameters of the model chunks, without memory for now.
 
-    `specs[i]` maps parameter names of `modules[i]` to their specs. Parameters (on the meta device
-    until now) are replaced in place by uninitialized views, so the order of the buckets is the
-    order in which gradients appear in the backward pass: last chunk and last layer first.
+    Parameters (on the meta device until now) are replaced by views of a bucket. Buckets are in
+    the order in which gradients appear in the backward pass: last chunk and last layer first.
     """
-    entries: list[Entry] = []
-    for chunk in reversed(range(len(modules))):
-        named = list(modules[chunk].named_parameters())
-        entries += [Entry(specs[chunk][name], param, chunk) for name, param in reversed(named)]
+    entries = [
+        entry
+        for chunk in reversed(range(len(modules)))
+        for entry in _entries(modules[chunk], chunk, mesh, sequence_parallel=sequence_parallel)
+    ]
     plans = plan_buckets(
-        [entry.chunk for entry in entries],
-        [bucket_kind(e.spec, mesh, sequence_parallel=sequence_parallel) for e in entries],
-        [entry.param.numel() for entry in entries],
+        [
+            Item(e.chunk, _unit_of(modules[e.chunk], e.name), e.param.numel(), e.copies == "tied")
+            for e in entries
+        ],
         dp=mesh.dp.size,
         bucket_numel=int(bucket_mb * 2**20 / 4),
     )
     replacements: dict[int, nn.Parameter] = {}
     buckets = []
     for plan in plans:
-        params = torch.zeros(plan.numel, dtype=dtype, device=mesh.device)
-        grads = torch.zeros(plan.numel, dtype=torch.float32, device=mesh.device)
+        gaps = _gaps(plan)
+        params = Flat(plan.numel, dtype, mesh.device, gaps)
+        grads = Flat(plan.numel, torch.float32, mesh.device, gaps)
         held = tuple(entries[p.index] for p in plan.placements)
         for entry, place in zip(held, plan.placements, strict=True):
-            view = params[place.start : place.stop].view(entry.param.shape)
-            replacement = nn.Parameter(view)
+            view = params.view(place, entry.param.shape)
+            replacement = nn.Parameter(view, requires_grad=entry.param.requires_grad)
             replacements[id(entry.param)] = replacement
-            entry.param = replacement
+            entry.param, entry.grad = replacement, grads.view(place, view.shape)
+        params.release()
+        grads.release()
         buckets.append(Bucket(plan, held, params, grads))
     for module in modules:
         _replace_parameters(module, replacements)
     return buckets
+
+
+def _entries(
+    module: nn.Module, chunk: int, mesh: Mesh, *, sequence_parallel: bool
+) -> Iterator[Entry]:
+    """The parameters of a chunk in backward order."""
+    specs: dict[str, ParamSpec] = module.specs  # type: ignore[assignment]
+    for name, param in reversed(list(module.named_parameters())):
+        copies = copies_of(specs[name], mesh, sequence_parallel=sequence_parallel)
+        yield Entry(specs[name], param, chunk, name, copies, param)
+
+
+def _unit_of(module: nn.Module, name: str) -> str:
+    """The first unit that reads a parameter: the last whose backward adds to its gradient."""
+    units: dict[str, tuple[str, ...]] = module.units  # type: ignore[assignment]
+    return next(unit for unit, names in units.items() if name in names)
+
+
+def _gaps(plan: BucketPlan) -> list[slice]:
+    """The alignment gaps of a bucket and its padding."""
+    starts = [*(place.start for place in plan.placements[1:]), plan.numel]
+    stops = [place.stop for place in plan.placements]
+    return [slice(a, b) for a, b in zip(stops, starts, strict=True) if a < b]
 
 
 def _replace_parameters(root: nn.Module, replacements: dict[int, nn.Parameter]) -> None:

@@ -1,10 +1,9 @@
-"""One optimizer for every ZeRO stage: the stage decides which range of each bucket is updated."""
+"""One optimizer for every ZeRO stage and every place of its state: what it is told are values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -15,103 +14,71 @@ from megads.optim.update import UpdateRule
 from megads.parallel import collectives
 from megads.parallel.mesh import Mesh
 from megads.parallel.pieces import TensorPiece
-from megads.parallel.sharding import Box, flat_range_boxes
-from megads.zero.buckets import Bucket, Entry
-from megads.zero.grads import GradientBuckets
-
-
-class _Segment(NamedTuple):
-    """A run of a bucket's updated range that shares one weight decay."""
-
-    start: int
-    stop: int
-    decays: bool
-
-
-@dataclass
-class _Shard:
-    """The range [start, stop) of a bucket that this rank updates, and its fp32 state.
-
-    `master` shares memory with the parameters when those are fp32.
-    """
-
-    bucket: Bucket
-    start: int
-    stop: int
-    master: Tensor
-    states: tuple[Tensor, ...]
-    segments: tuple[_Segment, ...]
-
-    def flat(self, kind: str, names: Sequence[str]) -> Tensor:
-        return self.master if kind == "param" else self.states[names.index(kind)]
+from megads.zero.buckets import Bucket, ShardedModule
+from megads.zero.gather import ParamGatherer
+from megads.zero.grads import BucketReducer, GradientBuckets
+from megads.zero.shards import NO_OFFLOAD, Initialize, Offload, Shard, ShardMaker, shard_boxes
+from megads.zero.states import MASTER, StatePiece
 
 
 class ZeroOptimizer:
-    """Owns gradients, fp32 master weights and optimizer state of one rank's parameters.
+    """Owns parameters, gradients, fp32 master weights and optimizer state of one rank.
 
-    Stage 0 updates whole buckets on every data-parallel rank; stage 1 updates the owned chunk and
-    gathers the parameters afterwards (Rajbhandari et al., 2020). Norms and checkpoints always use
-    the owned chunk, so that every element of the model counts once, whatever the stage.
+    Every stage updates this rank's shard of each bucket: all of it where shards have one rank
+    (stage 0). Stage 1 shards optimizer state and master weights; stage 2 also the gradients, which
+    are reduced in every microbatch; stage 3 also the parameters, gathered unit by unit. Without
+    anybody to share with and without offload there is nothing to save, and stages 1 to 3 are 0.
+
+    `initialize` fills a parameter with its first value; it is called bucket by bucket, so that a
+    model larger than memory can be made. `updates` counts updates.
     """
 
     def __init__(
         self,
+        modules: Sequence[ShardedModule],
         buckets: Sequence[Bucket],
         mesh: Mesh,
         rule: UpdateRule,
         config: OptimConfig,
         *,
         stage: int,
+        initialize: Initialize,
+        offload: Offload = NO_OFFLOAD,
     ) -> None:
-        self.mesh, self.stage, self.updates = mesh, stage, 0
+        shares = mesh.shard.size > 1 or offload.kind != "none"
+        self.mesh, self.stage, self.updates = mesh, stage if shares else 0, 0
         self._rule, self._config = rule, config
-        self.gradients = GradientBuckets(buckets, mesh, sharded=stage > 0)
-        self._shards = [self._make_shard(bucket) for bucket in buckets]
-        self._unique_grads = [view for shard in self._shards for view in self._unique(shard)]
-
-    def _make_shard(self, bucket: Bucket) -> _Shard:
-        start, stop = 0, bucket.plan.numel
-        if self.stage > 0:
-            start, stop = bucket.plan.owned(self.mesh.dp.size, self.mesh.dp.index)
-        own = bucket.params[start:stop]
-        master = own if own.dtype == torch.float32 else own.float()
-        states = tuple(torch.zeros_like(master) for _ in self._rule.state_names)
-        segments = tuple(_segments(bucket, start, stop, self._config))
-        return _Shard(bucket, start, stop, master, states, segments)
-
-    def _unique(self, shard: _Shard) -> Iterator[Tensor]:
-        """Gradient runs of the owned chunk, without padding and without other ranks' copies."""
-        for _, box, base in self._boxes(shard, only_owned=True):
-            start = base + box.flat_start
-            yield shard.bucket.grads[start : start + box.numel]
-
-    def _boxes(self, shard: _Shard, *, only_owned: bool) -> Iterator[tuple[Entry, Box, int]]:
-        """Boxes of a shard with the bucket offset their `flat_start` counts from.
-
-        `only_owned`: the chunk this rank owns and, of replicated elements, the first copy; else
-        everything in the updated range.
-        """
-        dp, tp = self.mesh.dp, self.mesh.tp
-        start, stop = shard.start, shard.stop
-        if only_owned:
-            start, stop = shard.bucket.plan.owned(dp.size, dp.index)
-        for entry, place in shard.bucket.placed():
-            low, high = max(start, place.start), min(stop, place.stop)
-            if low >= high:
-                continue
-            is_second_copy = entry.spec.tied and self.mesh.tied.index > 0
-            for box in flat_range_boxes(
-                entry.spec, tp.size, tp.index, low - place.start, high - place.start
-            ):
-                if not only_owned or (box.copy_index == 0 and not is_second_copy):
-                    yield entry, box, place.start
+        maker = ShardMaker(mesh, self.stage, offload, config, self.state_kinds)
+        self._shards, self._states = maker.make(buckets, initialize)
+        self._number = {id(bucket): n for n, bucket in enumerate(buckets)}
+        self._gatherer: ParamGatherer | None = None
+        if self.stage == 3:
+            needs = [_buckets_by_unit(m, c, buckets) for c, m in enumerate(modules)]
+            self._gatherer = ParamGatherer(needs, mesh, self._fetch)
+        keeps = self.stage < 2
+        self.gradients = GradientBuckets(
+            [
+                BucketReducer(s.bucket, mesh, s.grads, moves=maker.moves, keeps=keeps)
+                for s in self._shards
+            ],
+            mesh,
+            every_backward=not keeps,
+            promptly=maker.moves,
+        )
+        for chunk, module in enumerate(modules):
+            module.unit_hooks = _ChunkHooks(chunk, self.gradients, self._gatherer)
+        self._unique_grads = [
+            shard.grads[start : start + box.numel]
+            for shard in self._shards
+            for _, box, start in shard_boxes(shard, mesh, only_owned=True)
+        ]
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
         self.gradients.reset()
 
     def finish_gradients(self) -> None:
-        """Complete the sums over tied and replicated copies and over data-parallel ranks."""
+        """Complete the sums over data-parallel ranks and over tied and replicated copies."""
         self.gradients.finish()
 
     def grad_norm(self) -> float:
@@ -122,55 +89,81 @@ class ZeroOptimizer:
         return global_norm(self._unique_grads, self.mesh)
 
     def step(self, lr: float, *, grad_divisor: float = 1.0) -> None:
-        """Update the owned ranges, then bring every rank's parameters up to date.
+        """Update the shards, then bring every rank's parameters up to date. Collective.
 
         Gradients are divided by `grad_divisor` (loss scale, clipping) where they are read.
         """
         self.updates += 1
-        grad_scale = None
-        if grad_divisor != 1.0:
-            grad_scale = torch.tensor(grad_divisor, device=self.mesh.device)
-        handles = []
-        for shard in self._shards:
+        self._forget_gathered()
+        gathering = []
+        for piece in self._states.stream():
+            shard = self._shards[piece.shard]
             for decays in (True, False):
-                self._update(shard, lr, grad_scale, decays=decays)
-            handles.append(self._publish(shard))
-        for handle in handles:
+                self._update(shard, piece, lr, grad_divisor, decays=decays)
+            if shard.params is not None and not shard.is_master:
+                shard.params[piece.start : piece.stop].copy_(piece.tensors[MASTER])
+            if piece.stop == shard.numel:
+                gathering.append(self._gather(shard))
+        for handle in gathering:
             handle.wait()
 
-    def _update(self, shard: _Shard, lr: float, grad_scale: Tensor | None, *, decays: bool) -> None:
-        runs = [s for s in shard.segments if s.decays is decays]
+    def _update(
+        self, shard: Shard, piece: StatePiece, lr: float, divisor: float, *, decays: bool
+    ) -> None:
+        runs = [
+            slice(max(s.start, piece.start), min(s.stop, piece.stop))
+            for s in shard.segments
+            if s.decays is decays and s.start < piece.stop and piece.start < s.stop
+        ]
         if not runs:
             return
-        base = shard.start
+        local = [slice(r.start - piece.start, r.stop - piece.start) for r in runs]
+        master = piece.tensors[MASTER]
         self._rule(
-            [shard.master[s.start - base : s.stop - base] for s in runs],
-            [shard.bucket.grads[s.start : s.stop] for s in runs],
-            [[state[s.start - base : s.stop - base] for s in runs] for state in shard.states],
+            [master[r] for r in local],
+            [shard.grads[r] for r in runs],
+            [[piece.tensors[name][r] for r in local] for name in self._rule.state_names],
             step=self.updates,
             lr=lr,
             weight_decay=self._config.weight_decay if decays else 0.0,
-            grad_scale=grad_scale,
+            grad_scale=torch.tensor(divisor, device=master.device) if divisor != 1.0 else None,
         )
 
-    def _publish(self, shard: _Shard) -> collectives.Handle:
-        """Master weights to model weights, and from the owner to every data-parallel rank."""
-        params = shard.bucket.params
-        if params.dtype != torch.float32:
-            params[shard.start : shard.stop].copy_(shard.master)
-        if self.stage == 0:
+    def _gather(self, shard: Shard) -> collectives.Handle:
+        """From the owners to every rank of the shard axis, where parameters stay."""
+        if self.stage == 3:
             return collectives.Handle()
-        return collectives.all_gather_flat_async(params, self.mesh.dp)
+        return collectives.all_gather_flat_async(shard.bucket.params.tensor, self.mesh.shard)
+
+    def _fetch(self, bucket: Bucket, out: Tensor) -> Future[None] | None:
+        number = self._number[id(bucket)]
+        params = self._shards[number].params
+        if params is None:
+            return self._states.read(number, MASTER, out)
+        out.copy_(params, non_blocking=True)
+        return None
+
+    def _forget_gathered(self) -> None:
+        if self._gatherer is not None:
+            self._gatherer.release()
 
     def publish(self) -> None:
         """Take the master weights as the model's weights (after loading). A collective call."""
-        for handle in [self._publish(shard) for shard in self._shards]:
+        self._forget_gathered()
+        gathering = []
+        for number, shard in enumerate(self._shards):
+            if shard.params is not None and not shard.is_master:
+                reading = self._states.read(number, MASTER, shard.params)
+                if reading is not None:
+                    reading.result()
+            gathering.append(self._gather(shard))
+        for handle in gathering:
             handle.wait()
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """`param` and the names of the optimizer's state tensors."""
-        return ("param", *self._rule.state_names)
+        return (MASTER, *self._rule.state_names)
 
     def pieces(self, *, only_owned: bool, kinds: Sequence[str] = ()) -> Iterator[TensorPiece]:
         """This rank's fp32 model weights and optimizer state as slices of canonical tensors.
@@ -179,31 +172,47 @@ class ZeroOptimizer:
         exactly once (saving); else all that this rank keeps (loading; call `publish` when the
         data has been written). `kinds` defaults to all of `state_kinds`.
         """
-        for shard in self._shards:
-            for entry, box, base in self._boxes(shard, only_owned=only_owned):
-                start, spec = base + box.flat_start - shard.start, entry.spec
+        for number, shard in enumerate(self._shards):
+            for entry, box, start in shard_boxes(shard, self.mesh, only_owned=only_owned):
+                spec = entry.spec
                 for kind in kinds or self.state_kinds:
-                    flat = shard.flat(kind, self._rule.state_names)
-                    data = flat[start : start + box.numel].view(box.shape)
+                    data = self._states.held(number, kind, start, start + box.numel)
                     yield TensorPiece(
                         f"{kind}/{spec.name}", data.dtype, spec.shape, box.offset, box.shape, data
                     )
 
+    def close(self) -> None:
+        """Remove the state file, if there is one."""
+        self._states.close()
 
-def _segments(bucket: Bucket, start: int, stop: int, config: OptimConfig) -> Iterator[_Segment]:
-    """Maximal runs of [start, stop) with one weight decay, alignment gaps included in a run."""
-    current: _Segment | None = None
-    for entry, place in bucket.placed():
-        low, high = max(start, place.start), min(stop, place.stop)
-        if low >= high:
-            continue
-        role = entry.spec.role
-        decays = role == "matrix" or (role == "embedding" and config.decay_embeddings)
-        if current is not None and current.decays == decays:
-            current = current._replace(stop=high)
-            continue
-        if current is not None:
-            yield current
-        current = _Segment(low, high, decays)
-    if current is not None:
-        yield current
+
+class _ChunkHooks:
+    """The `UnitHooks` of one model chunk."""
+
+    def __init__(
+        self, chunk: int, gradients: GradientBuckets, gatherer: ParamGatherer | None
+    ) -> None:
+        self._chunk, self._gradients, self._gatherer = chunk, gradients, gatherer
+
+    def before_forward(self, unit: str) -> None:
+        if self._gatherer is not None:
+            self._gatherer.before_unit(self._chunk, unit, forward=True)
+
+    def before_backward(self, unit: str) -> None:
+        self._gradients.before_unit(unit)
+        if self._gatherer is not None:
+            self._gatherer.before_unit(self._chunk, unit, forward=False)
+
+
+def _buckets_by_unit(
+    module: ShardedModule, chunk: int, buckets: Sequence[Bucket]
+) -> dict[str, list[Bucket]]:
+    """The buckets that hold parameters of each unit of a chunk."""
+    return {
+        unit: [
+            bucket
+            for bucket in buckets
+            if any(entry.chunk == chunk and entry.name in names for entry in bucket.entries)
+        ]
+        for unit, names in module.units.items()
+    }

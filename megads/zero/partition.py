@@ -2,22 +2,29 @@
 
 Buckets are filled in backward order, so that the first one is complete while most of the backward
 pass is still to come and its reduction overlaps with it. Every bucket is padded to a multiple of
-the data-parallel size; ZeRO rank r owns the r-th equal chunk (Rajbhandari et al., 2020).
+the data-parallel size; shard r of S is the r-th of S equal parts (Rajbhandari et al., 2020).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-BucketKind = Literal["plain", "tp_partial", "kv_copies", "tied"]
-"""What must happen to a bucket's gradients before they are summed over data-parallel ranks:
-nothing; a sum over tp ranks; a sum of the rows of replicated KV heads over the ranks that hold
-them; a sum over the two stages that share the embedding."""
 
 ALIGNMENT = 64
 """Parameters start at multiples of this many elements: 128 bytes in bf16, what GPU GEMMs want."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter to be packed: the model chunk and the unit (block, embedding, head) it is in.
+
+    `tied`: it lies on another stage too.
+    """
+
+    chunk: int
+    unit: str
+    numel: int
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,51 +42,61 @@ class Placement:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: its model chunk, its kind, what it holds, its padded size."""
+    """One bucket: its model chunk, the units it holds parts of, its content, its padded size."""
 
     chunk: int
-    kind: BucketKind
+    units: tuple[str, ...]
+    tied: bool
     placements: tuple[Placement, ...]
     numel: int
 
-    def owned(self, dp: int, index: int) -> tuple[int, int]:
-        """Range [start, stop) of data-parallel rank `index`."""
-        share = self.numel // dp
+    def part(self, parts: int, index: int) -> tuple[int, int]:
+        """Range [start, stop) of equal part `index` of `parts`."""
+        share = self.numel // parts
         return index * share, (index + 1) * share
 
 
-def plan_buckets(
-    chunks: Sequence[int],
-    kinds: Sequence[BucketKind],
-    numels: Sequence[int],
-    *,
-    dp: int,
-    bucket_numel: int,
-) -> list[BucketPlan]:
+def plan_buckets(items: Sequence[Item], *, dp: int, bucket_numel: int) -> list[BucketPlan]:
     """Pack parameters, given in backward order, into buckets of about `bucket_numel` elements.
 
-    A bucket holds parameters of one chunk and one kind; a larger parameter gets a bucket of its
+    A bucket holds whole units of one chunk, or a part of one unit that alone is larger, so that
+    ZeRO stage 3 can fetch and drop unit by unit. A parameter larger than a bucket gets one of its
     own, and so does each tied weight, which then lies alike on both stages that hold it.
     """
+    sizes: dict[tuple[int, str], int] = {}
+    for item in items:
+        if not item.tied:
+            key = (item.chunk, item.unit)
+            sizes[key] = sizes.get(key, 0) + _align(item.numel)
     plans: list[BucketPlan] = []
-    open_buckets: dict[tuple[int, BucketKind], list[Placement]] = {}
+    held: list[Placement] = []
+    units: list[str] = []
+    chunk, is_part = 0, False
 
-    def close(key: tuple[int, BucketKind]) -> None:
-        placements = open_buckets.pop(key, [])
-        if placements:
-            numel = _align(placements[-1].stop, ALIGNMENT * dp)
-            plans.append(BucketPlan(key[0], key[1], tuple(placements), numel))
+    def close(*, tied: bool = False) -> None:
+        nonlocal held, units, is_part
+        if held:
+            numel = _align(held[-1].stop, ALIGNMENT * dp)
+            plans.append(BucketPlan(chunk, tuple(units), tied, tuple(held), numel))
+        held, units, is_part = [], [], False
 
-    for index, (chunk, kind, numel) in enumerate(zip(chunks, kinds, numels, strict=True)):
-        key = (chunk, kind)
-        held = open_buckets.get(key, [])
-        start = _align(held[-1].stop) if held else 0
-        if held and (kind == "tied" or start + numel > bucket_numel):
-            close(key)
-            start = 0
-        open_buckets.setdefault(key, []).append(Placement(index, start, numel))
-    for key in list(open_buckets):
-        close(key)
+    for index, item in enumerate(items):
+        size = sizes.get((item.chunk, item.unit), 0)
+        filled = _align(held[-1].stop) if held else 0
+        is_new_unit = item.unit not in units
+        too_large = filled + item.numel > bucket_numel
+        if is_new_unit:
+            too_large = is_part or filled + size > bucket_numel
+        if item.tied or item.chunk != chunk or too_large:
+            close()
+            filled = 0
+        chunk, is_part = item.chunk, is_part or size > bucket_numel
+        held.append(Placement(index, filled, item.numel))
+        if item.unit not in units:
+            units.append(item.unit)
+        if item.tied:
+            close(tied=True)
+    close()
     return plans
 
 
