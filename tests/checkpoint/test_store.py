@@ -283,7 +283,9 @@ def test_data_that_does_not_fit_its_piece_is_refused_on_all(tmp_path):
         save(CheckpointStore(tmp_path, world), 2, piece)
 
     results = simulate(2, work)
-    assert all("rank 1: param/w: data of shape [3]" in str(r) for r in results), results
+    assert all(
+        "rank 1: param/w: 3 elements cannot be a piece of shape [4]" in str(r) for r in results
+    ), results
 
 
 def test_loading_what_is_not_there_names_it(tmp_path):

@@ -22,8 +22,6 @@ from megads.config.validate import fill_layout
 
 PACKAGE = Path(megads.__file__).parent
 
-# Any value but the default is refused (tests/config/test_validate.py).
-NOT_YET = ["parallel.offload"]
 # kernels/api.py reads the backend of each op this way.
 BY_NAME = {"getattr(config, operation)": [f"kernels.{op}" for op in KernelsConfig.model_fields]}
 
@@ -114,7 +112,7 @@ def sources() -> list[str]:
 
 
 def test_every_setting_is_read():
-    assert unread(sources()) == NOT_YET
+    assert unread(sources()) == []
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_every_setting_is_read():
 )
 def test_an_unread_setting_is_seen(text, key):
     without = [s.replace(text, "config.other") for s in sources()]
-    assert sorted(unread(without)) == sorted([key, *NOT_YET])
+    assert unread(without) == [key]
 
 
 @pytest.mark.parametrize(

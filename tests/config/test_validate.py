@@ -106,9 +106,27 @@ IMPOSSIBLE = [
     ("train.seq_length=129", None, ["seq_length=129", "max_seq_length=128"]),
     ("parallel.pp=2 parallel.schedule=interleaved", None, ["interleaved", "chunks", "1"]),
     ("parallel.pp=2 parallel.chunks=2 parallel.schedule=1f1b", None, ["chunks=2", "1f1b"]),
-    ("parallel.zero=2", None, ["zero=2", "0 or 1"]),
-    ("parallel.zero=3", None, ["zero=3", "0 or 1"]),
-    ("parallel.offload=cpu", None, ["offload=cpu", "none"]),
+    (
+        "parallel.dp=2 parallel.zero_shard_size=2",
+        None,
+        ["zero_shard_size=2", "zero=0", "1, 2 or 3"],
+    ),
+    (
+        "parallel.dp=4 parallel.zero=1 parallel.zero_shard_size=3",
+        None,
+        ["zero_shard_size=3", "data parallel size 4", "1, 2 or 4"],
+    ),
+    (
+        "parallel.tp=2 parallel.zero=3 parallel.zero_shard_size=4",
+        4,  # which leave dp=2
+        ["zero_shard_size=4", "data parallel size 2", "1 or 2"],
+    ),
+    ("parallel.offload_path=/scratch", None, ["offload_path=/scratch", "nvme", "none"]),
+    (
+        "parallel.offload=cpu parallel.offload_path=/scratch",
+        None,
+        ["offload_path=/scratch", "nvme", "cpu"],
+    ),
     ("train.batch_rampup=[4,6,100]", None, ["increment 6", "micro_batch_size=4"]),
     ("train.batch_rampup=[4,8,100]", None, ["from 4", "8", "global_batch_size=16"]),
     ("train.batch_rampup=[32,4,100]", None, ["from 32", "global_batch_size=16"]),
@@ -176,6 +194,15 @@ def test_hidden_size_against_heads_is_refused_by_the_schema():
         ("model.num_layers=5 parallel.pp=2", 2),
         ("parallel.pp=2 parallel.chunks=2", 4),
         ("parallel.zero=1", 4),
+        ("parallel.zero=2", 4),
+        ("parallel.zero=3", 4),
+        ("parallel.zero=3", None),  # on one process there is nobody to share with
+        ("parallel.offload=cpu", None),
+        ("parallel.zero=2 parallel.offload=cpu", 4),
+        ("parallel.zero=3 parallel.offload=nvme", 4),
+        ("parallel.zero=3 parallel.offload=nvme parallel.offload_path=/scratch", 4),
+        ("parallel.zero=2 parallel.zero_shard_size=2", 4),
+        ("parallel.zero=1 parallel.zero_shard_size=1", 4),
         ("model.position=rope train.seq_length=1000", None),
         ("train.batch_rampup=[4,4,100]", None),
         ("train.steps=0 optim.warmup=5", None),
@@ -189,12 +216,12 @@ def test_possible(text, world_size):
 
 def test_all_problems_at_once():
     found = problems(
-        "parallel.tp=3 parallel.pp=9 parallel.zero=2 data.paths=[/no/such.txt] "
+        "parallel.tp=3 parallel.pp=9 parallel.zero_shard_size=2 data.paths=[/no/such.txt] "
         "optim.warmup=1000 train.global_batch_size=7"
     )
     assert len(found) == 7
     with pytest.raises(ConfigError) as caught:
-        check(changed("parallel.tp=3 parallel.zero=2"))
+        check(changed("parallel.tp=3 parallel.zero_shard_size=2"))
     assert len(caught.value.problems) == 3
 
 

@@ -31,10 +31,16 @@ class Recorder(NoSync):
     """A GradSync that keeps what it was told."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, int, bool]] = []
+        self.calls: list[tuple[int, bool]] = []
+        self.running: list[int] = []
 
-    def before_backward(self, chunk: int, microbatch: int, *, is_last: bool) -> None:
-        self.calls.append((chunk, microbatch, is_last))
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
+        assert not self.running, "one backward at a time"
+        self.running.append(chunk)
+        self.calls.append((chunk, is_last))
+
+    def after_backward(self, chunk: int) -> None:
+        assert self.running.pop() == chunk
 
 
 def hide_tokens(batches: Sequence[MicroBatch], plan: StagePlan, stage: int) -> list[MicroBatch]:
@@ -66,6 +72,7 @@ def run_stage(
         "eval": executor.evaluate(batches).item(),
         "untouched": all(torch.equal(g, grads[n]) for n, g in named_grads(whole).items()),
         "calls": recorder.calls,
+        "running": recorder.running,
         "seeded": seeded[: chunks * len(sizes)],
         "peak": executor.peak_in_flight,
     }
@@ -126,9 +133,9 @@ def test_losses_and_gradients_equal_the_dense_model(
 def check_hooks(result: dict, chunks: int, m: int) -> None:
     pairs = [(c, mb) for c in range(chunks) for mb in range(m)]
     assert sorted(result["seeded"]) == pairs
-    assert sorted(call[:2] for call in result["calls"]) == pairs
+    assert len(result["calls"]) == len(pairs) and result["running"] == []
     for chunk in range(chunks):
-        last = [is_last for c, _, is_last in result["calls"] if c == chunk]
+        last = [is_last for c, is_last in result["calls"] if c == chunk]
         assert last == [False] * (m - 1) + [True]
     assert result["untouched"], "evaluation changed gradients"
 

@@ -124,7 +124,7 @@ def sample_ids(rank: int, world: int, config: Any, steps: int) -> list[list[int]
         parts.state.advance(batch)
     parts.loader.close()
     parts.metrics.close()
-    parts.mesh.close()
+    parts.close()
     return ids
 
 

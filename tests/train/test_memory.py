@@ -39,7 +39,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
     finally:
         parts.loader.close()
         parts.metrics.close()
-    parts.mesh.close()
+    parts.close()
     return counts
 
 
@@ -67,7 +67,7 @@ def in_flight(rank: int, world: int, config: Config) -> int:
     step.train_step(parts)
     parts.loader.close()
     parts.metrics.close()
-    parts.mesh.close()
+    parts.close()
     return parts.executor.peak_in_flight
 
 

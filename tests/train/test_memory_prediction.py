@@ -1,0 +1,161 @@
+"""Predicted bytes of model states equal the measured ones, for random configurations.
+
+A rank of any layout is made in this process: its axes have their sizes but no process groups, and
+collectives do nothing. What is measured is what the tensors of that rank hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.config.schema import Config
+from megads.config.validate import resolve_layout, validate
+from megads.kernels.api import select_kernels
+from megads.parallel import collectives
+from megads.parallel.batch import MicroBatch
+from megads.parallel.layout import ParallelLayout
+from megads.parallel.mesh import Axis, Mesh
+from megads.pipeline.partition import plan_stages
+from megads.train.build import DTYPES, build_modules, build_optimizer
+from megads.train.memory import predict_states, shard_size
+from megads.zero.memory import StateMemory
+from megads.zero.optimizer import ZeroOptimizer
+from tests.training import FAMILIES, tiny_config, write_tokens
+
+CONFIGURATIONS = 200
+
+
+class NoDist:
+    """Stands in for torch.distributed: the other ranks' part never comes."""
+
+    @staticmethod
+    def get_backend(group: object) -> str:
+        return "gloo"
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, *args: Any, **options: Any) -> None:
+        pass
+
+    broadcast = all_reduce
+
+
+def fill_with_zeros(out: Tensor, *args: Any, **options: Any) -> None:
+    out.zero_()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "dist", NoDist)
+    monkeypatch.setattr(collectives, "_all_gather_single", fill_with_zeros)
+    monkeypatch.setattr(collectives, "_reduce_scatter_single", fill_with_zeros)
+
+
+def mesh_of(layout: ParallelLayout, rank: int, kv_heads: int, shard: int) -> Mesh:
+    """The mesh of `rank` without anybody else."""
+    at = layout.coords(rank)
+
+    def axis(name: str, size: int, index: int) -> Axis:
+        return Axis(name, size, index, tuple(range(size)))
+
+    copies = max(1, layout.tp // kv_heads)
+    return dataclasses.replace(
+        Mesh.single(),
+        layout=layout,
+        coords=at,
+        tp=axis("tp", layout.tp, at.tp),
+        pp=axis("pp", layout.pp, at.pp),
+        dp=axis("dp", layout.dp, at.dp),
+        shard=axis("shard", shard, at.dp % shard),
+        replica=axis("replica", layout.dp // shard, at.dp // shard),
+        kv=axis("kv", copies, at.tp % copies),
+        tied=axis("tied", min(layout.pp, 2), int(at.pp > 0)),
+        world=axis("world", layout.world_size, rank),
+    )
+
+
+def measured(config: Config, layout: ParallelLayout, rank: int) -> StateMemory:
+    """Build one rank and run two microbatches and an update of it."""
+    dtype, model = DTYPES[config.precision.name], config.model
+    mesh = mesh_of(layout, rank, model.num_kv_heads, shard_size(config, layout.dp))
+    kernels, _ = select_kernels(config.kernels, mesh.device, dtype)
+    plan = plan_stages(model, layout.pp, config.parallel.chunks, config.train.seq_length)
+    modules = build_modules(config, plan, mesh, kernels, dtype)
+    optimizer = build_optimizer(config, modules, mesh, kernels, dtype)
+    optimizer.zero_grad()
+    for microbatch in range(2):
+        for chunk in reversed(range(len(modules))):
+            run_chunk(config, optimizer, modules, mesh, chunk, is_last=microbatch == 1)
+    optimizer.finish_gradients()
+    optimizer.step(0.1)
+    used = optimizer.memory()
+    optimizer.close()
+    return used
+
+
+def run_chunk(
+    config: Config,
+    optimizer: ZeroOptimizer,
+    modules: list[Any],
+    mesh: Mesh,
+    chunk: int,
+    *,
+    is_last: bool,
+) -> None:
+    seq, dtype = config.train.seq_length, DTYPES[config.precision.name]
+    tokens = torch.zeros(1, seq, dtype=torch.int64)
+    local = seq // mesh.tp.size if config.parallel.sequence_parallel else seq
+    hidden = torch.randn(local, 1, config.model.hidden_size).to(dtype).requires_grad_()
+    out = modules[chunk](hidden, MicroBatch(tokens, tokens, None, 0))
+    optimizer.gradients.before_backward(chunk, is_last=is_last)
+    out.backward(torch.ones_like(out))
+    optimizer.gradients.after_backward(chunk)
+
+
+def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
+    """Random models and layouts that are valid."""
+    draw, data = random.Random(3), write_tokens(tmp_path / "tokens")
+    found = 0
+    while found < CONFIGURATIONS:
+        tp, pp, dp = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 4, 6))
+        zero, chunks = draw.randrange(4), draw.choice((1, 1, 2)) if pp > 1 else 1
+        words = [
+            f"parallel=tp{tp}pp{pp}dp{dp}zero{zero}" + (f"vpp{chunks}" if chunks > 1 else ""),
+            f"parallel.offload={draw.choice(('none', 'none', 'cpu', 'nvme'))}",
+            f"parallel.bucket_mb={draw.choice((0.001, 0.004, 0.02, 1.0))}",
+            f"parallel.offload_budget_mb={draw.choice((0.01, 0.1, 2.0))}",
+            f"parallel.sequence_parallel={str(tp > 1 and draw.random() < 0.5).lower()}",
+            f"precision={draw.choice(('fp32', 'bf16'))}",
+            f"model.num_layers={draw.randrange(pp * chunks, 9)}",
+            f"model.ffn_hidden_size={4 * draw.randrange(1, 20)}",
+            f"model.vocab_size={draw.choice((97, 101, 263))}",
+            f"optim.name={draw.choice(('adamw', 'adamw', 'sgd'))}",
+            f"train.global_batch_size={4 * dp}",
+        ]
+        if zero and draw.random() < 0.4:
+            shard = draw.choice([d for d in range(1, dp + 1) if dp % d == 0])
+            words.append(f"parallel.zero_shard_size={shard}")
+        config = tiny_config(tmp_path / "run", data, draw.choice(list(FAMILIES)), *words)
+        if validate(config, tp * pp * dp):
+            continue
+        found += 1
+        yield config, resolve_layout(config, tp * pp * dp)
+
+
+@pytest.mark.usefixtures("alone")
+def test_predicted_bytes_are_the_measured_ones(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    for config, layout in configurations(tmp_path):
+        for stage in range(layout.pp):
+            ranks = [r for r in range(layout.world_size) if layout.coords(r).pp == stage]
+            want = predict_states(config, layout, stage)
+            for rank in {ranks[0], ranks[-1], draw.choice(ranks)}:
+                got = measured(config, layout, rank)
+                assert got == want, (layout, rank, config.parallel, config.precision.name)
