@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,33 +12,21 @@ from megads.kernels.api import Kernels
 from megads.kernels.types import AttentionPattern
 from megads.models.block import Block
 from megads.models.context import BuildContext, Pass, recomputed
-from megads.models.families import HEAD, WORD_EMBEDDING, param_specs
+from megads.models.families import HEAD
 from megads.models.positions import RotaryTable, alibi_slopes
+from megads.models.stage import EMBEDDING_UNIT, HEAD_UNIT, Chunk, stage_specs, stage_units
 from megads.models.tokens import TokenGrid
 from megads.parallel.batch import MicroBatch
 from megads.parallel.collectives import all_gather_dim0
 from megads.parallel.mesh import Axis, Mesh
 from megads.parallel.rng import DropoutRng
-from megads.parallel.sharding import ParamSpec
 from megads.parallel.units import UnitHooks, after_unit, before_unit
 from megads.tensor_parallel.layers import VocabParallelEmbedding, column_parallel
 from megads.tensor_parallel.loss import vocab_parallel_cross_entropy
 
 Recompute = Literal["none", "selective", "full"]
-EMBEDDING_UNIT, HEAD_UNIT = "embedding", "head"
 EMBEDDING_LAYER = -1
 """Stands for the embedding where dropout sites are told apart by layer."""
-
-
-class Chunk(Protocol):
-    """What a stage needs to know of its place in the pipeline."""
-
-    @property
-    def layers(self) -> range: ...
-    @property
-    def has_embedding(self) -> bool: ...
-    @property
-    def has_head(self) -> bool: ...
 
 
 class GPTStage(nn.Module):
@@ -218,35 +206,6 @@ class PositionTable(nn.Module):
             share = seq // self._tp.size
             first = self._tp.index * share
         return self.weight[first : first + share]
-
-
-def stage_specs(config: ModelConfig, plan: Chunk) -> dict[str, ParamSpec]:
-    """Specs of the parameters of a chunk, by their name in its GPTStage, in model order."""
-    specs: dict[str, ParamSpec] = {}
-    for spec in param_specs(config):
-        here = spec.layer in plan.layers if spec.layer is not None else False
-        at_edge = {"first": plan.has_embedding, "last": plan.has_head}
-        if here or (spec.edge is not None and at_edge[spec.edge]):
-            specs[spec.name] = spec
-    if config.tie_embeddings and plan.has_head and not plan.has_embedding:
-        (tied,) = (spec for spec in param_specs(config) if spec.name == WORD_EMBEDDING)
-        specs[HEAD] = tied
-    return specs
-
-
-def stage_units(specs: dict[str, ParamSpec], plan: Chunk) -> dict[str, tuple[str, ...]]:
-    """The units of a chunk in forward order, each with the parameters that it reads."""
-    units: dict[str, tuple[str, ...]] = {}
-    if plan.has_embedding:
-        units[EMBEDDING_UNIT] = tuple(name for name in specs if name.startswith("embedding."))
-    for layer in plan.layers:
-        prefix = f"blocks.{layer}"
-        units[prefix] = tuple(name for name in specs if name.startswith(f"{prefix}."))
-    if plan.has_head:
-        weight = HEAD if HEAD in specs else WORD_EMBEDDING
-        norm = (name for name in specs if name.startswith("final_norm."))
-        units[HEAD_UNIT] = (*norm, weight)
-    return units
 
 
 def attention_pattern(config: ModelConfig, tp: Axis) -> AttentionPattern:

@@ -29,6 +29,7 @@ from megads.parallel.layout import BatchPlan
 from megads.parallel.mesh import Mesh
 from megads.pipeline.executor import PipelineExecutor
 from megads.pipeline.partition import StagePlan, plan_stages
+from megads.train.memory import bucket_numel, offload_budget, shard_size
 from megads.train.metrics import Metrics
 from megads.train.state import TrainState
 from megads.zero.buckets import Entry, build_buckets
@@ -183,11 +184,6 @@ def build_modules(
     return modules
 
 
-def shard_size(config: Config, dp: int) -> int:
-    """Ranks over which ZeRO shards; 1 under stage 0."""
-    return (config.parallel.zero_shard_size or dp) if config.parallel.zero else 1
-
-
 def build_optimizer(
     config: Config,
     modules: list[GPTStage],
@@ -205,7 +201,7 @@ def build_optimizer(
         modules,
         mesh,
         dtype=dtype,
-        bucket_mb=parallel.bucket_mb,
+        bucket_numel=bucket_numel(config),
         sequence_parallel=parallel.sequence_parallel,
     )
 
@@ -229,7 +225,7 @@ def build_optimizer(
         offload=Offload(
             parallel.offload,
             Path(parallel.offload_path or Path(config.run.dir) / "offload"),
-            int(parallel.offload_budget_mb * 2**20),
+            offload_budget(config),
         ),
     )
 

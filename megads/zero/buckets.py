@@ -27,6 +27,21 @@ class ShardedModule(Protocol):
     unit_hooks: UnitHooks | None
 
 
+class Ledger:
+    """Bytes that flat buffers of one kind hold, now and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.now
+
+
 class Flat:
     """A flat tensor whose memory can be given back while views of it stay valid.
 
@@ -37,12 +52,18 @@ class Flat:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, gaps: Sequence[slice]
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gaps: Sequence[slice],
+        ledger: Ledger,
     ) -> None:
         self._whole = torch.zeros(numel, dtype=dtype, device=device)
         self.tensor = self._whole.data
-        self._storage, self._gaps = self._whole.untyped_storage(), gaps
+        self._storage, self._gaps, self.ledger = self._whole.untyped_storage(), gaps, ledger
         self._nbytes = self._whole.nbytes
+        ledger.add(self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -57,11 +78,13 @@ class Flat:
         """Make sure that there is memory."""
         if not self.nbytes:
             self._storage.resize_(self._nbytes)
+            self.ledger.add(self.nbytes)
             for gap in self._gaps:
                 self.tensor[gap].zero_()
 
     def release(self) -> None:
         """Give the memory back."""
+        self.ledger.add(-self.nbytes)
         self._storage.resize_(0)
 
 
@@ -89,6 +112,11 @@ class Bucket:
     params: Flat
     grads: Flat
 
+    @property
+    def ledgers(self) -> tuple[Ledger, Ledger]:
+        """Of the parameters and of the gradients of all buckets made together."""
+        return self.params.ledger, self.grads.ledger
+
     def placed(self) -> zip[tuple[Entry, Placement]]:
         """Entries with their places, in bucket order."""
         return zip(self.entries, self.plan.placements, strict=True)
@@ -112,7 +140,7 @@ def build_buckets(
     mesh: Mesh,
     *,
     dtype: torch.dtype,
-    bucket_mb: float,
+    bucket_numel: int,
     sequence_parallel: bool,
 ) -> list[Bucket]:
     """Make flat buckets for the parameters of the model chunks, without memory for now.
@@ -131,14 +159,14 @@ def build_buckets(
             for e in entries
         ],
         dp=mesh.dp.size,
-        bucket_numel=int(bucket_mb * 2**20 / 4),
+        bucket_numel=bucket_numel,
     )
     replacements: dict[int, nn.Parameter] = {}
-    buckets = []
+    buckets, of_params, of_grads = [], Ledger(), Ledger()
     for plan in plans:
         gaps = _gaps(plan)
-        params = Flat(plan.numel, dtype, mesh.device, gaps)
-        grads = Flat(plan.numel, torch.float32, mesh.device, gaps)
+        params = Flat(plan.numel, dtype, mesh.device, gaps, of_params)
+        grads = Flat(plan.numel, torch.float32, mesh.device, gaps, of_grads)
         held = tuple(entries[p.index] for p in plan.placements)
         for entry, place in zip(held, plan.placements, strict=True):
             view = params.view(place, entry.param.shape)
@@ -158,9 +186,10 @@ def _entries(
 ) -> Iterator[Entry]:
     """The parameters of a chunk in backward order."""
     specs: dict[str, ParamSpec] = module.specs  # type: ignore[assignment]
-    for name, param in reversed(list(module.named_parameters())):
-        copies = copies_of(specs[name], mesh, sequence_parallel=sequence_parallel)
-        yield Entry(specs[name], param, chunk, name, copies, param)
+    params = dict(module.named_parameters())
+    for name, spec in reversed(specs.items()):
+        copies = copies_of(spec, mesh, sequence_parallel=sequence_parallel)
+        yield Entry(spec, params[name], chunk, name, copies, params[name])
 
 
 def _unit_of(module: nn.Module, name: str) -> str:

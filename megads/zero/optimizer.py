@@ -14,9 +14,10 @@ from megads.optim.update import UpdateRule
 from megads.parallel import collectives
 from megads.parallel.mesh import Mesh
 from megads.parallel.pieces import TensorPiece
-from megads.zero.buckets import Bucket, ShardedModule
+from megads.zero.buckets import Bucket, Ledger, ShardedModule
 from megads.zero.gather import ParamGatherer
 from megads.zero.grads import BucketReducer, GradientBuckets
+from megads.zero.memory import StateMemory, Usage
 from megads.zero.shards import NO_OFFLOAD, Initialize, Offload, Shard, ShardMaker, shard_boxes
 from megads.zero.states import MASTER, StatePiece
 
@@ -47,9 +48,13 @@ class ZeroOptimizer:
     ) -> None:
         shares = mesh.shard.size > 1 or offload.kind != "none"
         self.mesh, self.stage, self.updates = mesh, stage if shares else 0, 0
-        self._rule, self._config = rule, config
+        self._rule, self._config, self._offload = rule, config, offload
         maker = ShardMaker(mesh, self.stage, offload, config, self.state_kinds)
         self._shards, self._states = maker.make(buckets, initialize)
+        self._moves = maker.moves
+        self._ledgers = buckets[0].ledgers if buckets else (Ledger(), Ledger())
+        for ledger in self._ledgers:
+            ledger.restart()  # making the shards took more, bucket by bucket
         self._number = {id(bucket): n for n, bucket in enumerate(buckets)}
         self._gatherer: ParamGatherer | None = None
         if self.stage == 3:
@@ -180,6 +185,25 @@ class ZeroOptimizer:
                     yield TensorPiece(
                         f"{kind}/{spec.name}", data.dtype, spec.shape, box.offset, box.shape, data
                     )
+
+    def memory(self) -> StateMemory:
+        """Bytes held for the model states: of what comes and goes, the most so far."""
+        parameters, gradients = (ledger.peak for ledger in self._ledgers)
+        states, buffers, file = self._states.usage()
+        weights = [s.params for s in self._shards if s.params is not None]
+        kept = sum(t.nbytes for t in weights) if self.stage == 3 else 0
+        masters = sum(4 * s.numel for s in self._shards if s.is_master and s.params is not None)
+        shard = Usage(
+            kept,
+            sum(s.grads.nbytes for s in self._shards) if self._moves else 0,
+            states - masters,
+            buffers,
+        )
+        if self._offload.kind != "none":
+            return StateMemory(Usage(parameters, gradients), shard, file)
+        return StateMemory(
+            Usage(parameters + kept, gradients + shard.gradients, shard.optimizer, buffers)
+        )
 
     def close(self) -> None:
         """Remove the state file, if there is one."""

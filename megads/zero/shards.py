@@ -112,9 +112,7 @@ class ShardMaker:
     ) -> tuple[Tensor | None, bool]:
         """Put the fp32 master of `own` into the states; where its weights are from now on."""
         if not isinstance(states, MemoryStates):
-            whole = states.held(number, MASTER, 0, own.numel())
-            with whole.opened(write=True) as master:
-                master.copy_(own)
+            states.write(number, MASTER, own)
             return (own, False) if self._stays else (None, True)
         is_fp32 = own.dtype == torch.float32
         if self._stays and is_fp32 and self._offload.kind == "none":

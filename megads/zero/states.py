@@ -26,13 +26,10 @@ from torch import Tensor
 
 from megads.errors import ConfigError
 from megads.parallel.pieces import Stored
+from megads.zero.memory import BUFFER_SETS, PAGE, FileLayout, in_pages
 
 MASTER = "param"
 """Kind of the master weights; other kinds are the update rule's state names."""
-ALIGNMENT = 4096
-"""Bytes: direct input and output wants offsets, sizes and memory at multiples of the block size."""
-SETS = 3
-"""Buffer sets of a stream: one being read, one being updated, one being written."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,14 @@ class States(Protocol):
     def read(self, shard: int, kind: str, out: Tensor) -> Future[None] | None:
         """Copy one kind of a whole shard into `out`, of any type; a Future if that takes time."""
 
+    def write(self, shard: int, kind: str, values: Tensor) -> None:
+        """Copy `values`, of any type, into one kind of a whole shard."""
+
     def held(self, shard: int, kind: str, start: int, stop: int) -> Tensor | Stored:
         """Elements [start, stop) of one kind, to be read or written where they are."""
+
+    def usage(self) -> tuple[int, int, int]:
+        """Bytes of state in memory, of buffers in memory, and of state in a file."""
 
     def close(self) -> None:
         """Give up what is outside of memory."""
@@ -64,7 +67,7 @@ class States(Protocol):
 class MemoryStates:
     """State in memory: of the device, or of the host (pinned if the model is on a GPU)."""
 
-    def __init__(self, shards: Sequence[Mapping[str, Tensor]]) -> None:
+    def __init__(self, shards: Sequence[dict[str, Tensor]]) -> None:
         self.shards = list(shards)
 
     def stream(self) -> Iterator[StatePiece]:
@@ -75,8 +78,14 @@ class MemoryStates:
         out.copy_(self.shards[shard][kind])
         return None
 
+    def write(self, shard: int, kind: str, values: Tensor) -> None:
+        self.shards[shard][kind].copy_(values)
+
     def held(self, shard: int, kind: str, start: int, stop: int) -> Tensor | Stored:
         return self.shards[shard][kind][start:stop]
+
+    def usage(self) -> tuple[int, int, int]:
+        return sum(t.nbytes for tensors in self.shards for t in tensors.values()), 0, 0
 
     def close(self) -> None:
         pass
@@ -93,30 +102,20 @@ class FileStates:
     def __init__(
         self, directory: Path, kinds: Sequence[str], numels: Sequence[int], *, budget: int
     ) -> None:
-        self._kinds, self._numels = tuple(kinds), tuple(numels)
-        self._offsets, end = [], 0
-        for numel in numels:
-            self._offsets.append(end)
-            end += len(self._kinds) * _aligned(4 * numel)
-        self._file = _reserve(directory, end)
-        per_kind = budget // (SETS * len(self._kinds)) // ALIGNMENT * ALIGNMENT
-        self._piece = min(max(per_kind, ALIGNMENT), _aligned(4 * max(numels, default=1))) // 4
-        self._sets = [{k: _host_buffer(4 * self._piece) for k in self._kinds} for _ in range(SETS)]
+        self._kinds = tuple(kinds)
+        self.layout = FileLayout(len(self._kinds), tuple(numels), budget)
+        self._offsets, self._piece = self.layout.offsets(), self.layout.piece
+        self._file = _reserve(directory, self.layout.file_bytes)
+        self._sets = [
+            {kind: _host_buffer(4 * self._piece) for kind in self._kinds}
+            for _ in range(BUFFER_SETS)
+        ]
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory held for streaming."""
-        return SETS * len(self._kinds) * 4 * self._piece
-
-    @property
-    def file_bytes(self) -> int:
-        return os.fstat(self._file).st_size
 
     def stream(self) -> Iterator[StatePiece]:
         plan = [
             (shard, start, min(start + self._piece, numel))
-            for shard, numel in enumerate(self._numels)
+            for shard, numel in enumerate(self.layout.numels)
             for start in range(0, numel, self._piece)
         ]
         free = deque(self._sets)
@@ -150,11 +149,11 @@ class FileStates:
     ) -> None:
         shard, start, stop = where
         for kind, buffer in buffers.items():
-            span = _aligned(4 * (stop - start))
+            span = in_pages(4 * (stop - start))
             self.move(buffer, span, self._at(shard, kind) + 4 * start, write=write)
 
     def _at(self, shard: int, kind: str) -> int:
-        region = _aligned(4 * self._numels[shard])
+        region = in_pages(4 * self.layout.numels[shard])
         return self._offsets[shard] + self._kinds.index(kind) * region
 
     def move(self, buffer: Tensor, nbytes: int, offset: int, *, write: bool) -> None:
@@ -172,15 +171,30 @@ class FileStates:
 
     def read(self, shard: int, kind: str, out: Tensor) -> Future[None] | None:
         def work() -> None:
-            for start in range(0, out.numel(), self._piece):
-                stop = min(start + self._piece, out.numel())
-                with self.held(shard, kind, start, stop).opened(write=False) as values:
-                    out[start:stop].copy_(values)
+            for part, piece in self._parts(shard, kind):
+                with piece.opened(write=False) as values:
+                    out[part].copy_(values)
 
         return self._reader.submit(work)
 
+    def write(self, shard: int, kind: str, values: Tensor) -> None:
+        for part, piece in self._parts(shard, kind):
+            with piece.opened(write=True) as old:
+                old.copy_(values[part])
+
+    def _parts(self, shard: int, kind: str) -> Iterator[tuple[slice, FileSlice]]:
+        """A whole shard in parts that fit the budget."""
+        numel = self.layout.numels[shard]
+        for start in range(0, numel, self._piece):
+            stop = min(start + self._piece, numel)
+            yield slice(start, stop), self.held(shard, kind, start, stop)
+
     def held(self, shard: int, kind: str, start: int, stop: int) -> FileSlice:
         return FileSlice(self, self._at(shard, kind) + 4 * start, stop - start)
+
+    def usage(self) -> tuple[int, int, int]:
+        buffers = sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
+        return 0, buffers, os.fstat(self._file).st_size
 
     def close(self) -> None:
         self._reader.shutdown()
@@ -201,17 +215,13 @@ class FileSlice(Stored):
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
-        skipped = self._offset % ALIGNMENT
-        first, nbytes = self._offset - skipped, _aligned(skipped + 4 * self._numel)
+        skipped = self._offset % PAGE
+        first, nbytes = self._offset - skipped, in_pages(skipped + 4 * self._numel)
         buffer = _host_buffer(nbytes)
         self._owner.move(buffer, nbytes, first, write=False)
         yield buffer[skipped // 4 : skipped // 4 + self._numel]
         if write:
             self._owner.move(buffer, nbytes, first, write=True)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _host_buffer(nbytes: int) -> Tensor:

@@ -1,0 +1,88 @@
+"""What a configuration will hold in memory on each rank. Pure: no torch."""
+
+from __future__ import annotations
+
+import math
+
+from megads.config.schema import Config, OptimConfig
+from megads.models.stage import stage_specs, stage_units
+from megads.parallel.layout import ParallelLayout
+from megads.parallel.sharding import ParamSpec
+from megads.pipeline.partition import ChunkPlan, plan_stages
+from megads.zero.memory import StateMemory, predict_memory
+from megads.zero.partition import BucketPlan, Item, plan_buckets
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def predict_states(config: Config, layout: ParallelLayout, stage: int) -> StateMemory:
+    """Bytes of the model states on a rank of pipeline stage `stage`; equal for all of its ranks."""
+    parallel = config.parallel
+    chunks = plan_stages(
+        config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split
+    ).chunks_of(stage)
+    plans, reads = _buckets(config, layout, chunks)
+    return predict_memory(
+        plans,
+        reads,
+        shard_size=shard_size(config, layout.dp),
+        stage=parallel.zero,
+        offload=parallel.offload,
+        itemsize=ITEM_BYTES[config.precision.name],
+        moments=count_moments(config.optim),
+        budget=offload_budget(config),
+    )
+
+
+def shard_size(config: Config, dp: int) -> int:
+    """Ranks over which ZeRO shards; 1 under stage 0."""
+    return (config.parallel.zero_shard_size or dp) if config.parallel.zero else 1
+
+
+def offload_budget(config: Config) -> int:
+    """Bytes of host memory through which a rank streams its state from a file."""
+    return int(config.parallel.offload_budget_mb * 2**20)
+
+
+def bucket_numel(config: Config) -> int:
+    """Elements of a bucket; gradients are fp32."""
+    return int(config.parallel.bucket_mb * 2**20 / 4)
+
+
+def count_moments(optim: OptimConfig) -> int:
+    """fp32 values that the optimizer keeps for each parameter, apart from its master."""
+    if optim.name == "adamw":
+        return 2
+    return 1 if optim.momentum else 0
+
+
+def _buckets(
+    config: Config, layout: ParallelLayout, chunks: tuple[ChunkPlan, ...]
+) -> tuple[list[BucketPlan], list[dict[str, list[int]]]]:
+    """The buckets of a stage as `build_buckets` makes them, and which of them each unit reads."""
+    items: list[Item] = []
+    names: list[tuple[int, str]] = []
+    units = []
+    for chunk, place in enumerate(chunks):
+        specs = stage_specs(config.model, place)
+        units.append(stage_units(specs, place))
+        for name, spec in specs.items():
+            unit = next(u for u, read in units[chunk].items() if name in read)
+            tied = spec.tied and layout.pp > 1
+            items.append(Item(chunk, unit, _local_numel(spec, layout.tp), tied))
+            names.append((chunk, name))
+    items.reverse()
+    names.reverse()
+    plans = plan_buckets(items, dp=layout.dp, bucket_numel=bucket_numel(config))
+    bucket_of = {
+        names[place.index]: number for number, plan in enumerate(plans) for place in plan.placements
+    }
+    reads = [
+        {u: sorted({bucket_of[chunk, name] for name in read}) for u, read in of_chunk.items()}
+        for chunk, of_chunk in enumerate(units)
+    ]
+    return plans, reads
+
+
+def _local_numel(spec: ParamSpec, tp: int) -> int:
+    return math.prod(spec.local_shape(tp))
