@@ -24,12 +24,15 @@ PURE = {
     "data.sampler",
     "models.families",
     "models.flops",
+    "models.stage",
     "optim.lr",
     "parallel.layout",
     "parallel.sharding",
     "pipeline.partition",
     "pipeline.schedule",
     "pipeline.simulate",
+    "train.memory",
+    "zero.memory",
     "zero.partition",
 }
 """Modules that plan; like all of `errors`, `config` and most of `launch` they never load torch."""

@@ -6,6 +6,7 @@ collectives do nothing. What is measured is what the tensors of that rank hold.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.config.decode import decode
 from megads.config.schema import Config
 from megads.config.validate import resolve_layout, validate
 from megads.kernels.api import select_kernels
@@ -122,27 +124,35 @@ def run_chunk(
 def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
     """Random models and layouts that are valid."""
     draw, data = random.Random(3), write_tokens(tmp_path / "tokens")
+    families = [tiny_config(tmp_path / "run", data, family).model_dump() for family in FAMILIES]
     found = 0
     while found < CONFIGURATIONS:
         tp, pp, dp = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 4, 6))
         zero, chunks = draw.randrange(4), draw.choice((1, 1, 2)) if pp > 1 else 1
-        words = [
-            f"parallel=tp{tp}pp{pp}dp{dp}zero{zero}" + (f"vpp{chunks}" if chunks > 1 else ""),
-            f"parallel.offload={draw.choice(('none', 'none', 'cpu', 'nvme'))}",
-            f"parallel.bucket_mb={draw.choice((0.001, 0.004, 0.02, 1.0))}",
-            f"parallel.offload_budget_mb={draw.choice((0.01, 0.1, 2.0))}",
-            f"parallel.sequence_parallel={str(tp > 1 and draw.random() < 0.5).lower()}",
-            f"precision={draw.choice(('fp32', 'bf16'))}",
-            f"model.num_layers={draw.randrange(pp * chunks, 9)}",
-            f"model.ffn_hidden_size={4 * draw.randrange(1, 20)}",
-            f"model.vocab_size={draw.choice((97, 101, 263))}",
-            f"optim.name={draw.choice(('adamw', 'adamw', 'sgd'))}",
-            f"train.global_batch_size={4 * dp}",
-        ]
-        if zero and draw.random() < 0.4:
-            shard = draw.choice([d for d in range(1, dp + 1) if dp % d == 0])
-            words.append(f"parallel.zero_shard_size={shard}")
-        config = tiny_config(tmp_path / "run", data, draw.choice(list(FAMILIES)), *words)
+        shards = [d for d in range(1, dp + 1) if dp % d == 0]
+        values = copy.deepcopy(draw.choice(families))
+        values["parallel"] |= {
+            "tp": tp,
+            "pp": pp,
+            "dp": dp,
+            "chunks": chunks,
+            "zero": zero,
+            "zero_shard_size": draw.choice(shards) if zero and draw.random() < 0.4 else None,
+            "offload": draw.choice(("none", "none", "cpu", "nvme")),
+            "bucket_mb": draw.choice((0.001, 0.004, 0.02, 1.0)),
+            "offload_budget_mb": draw.choice((0.01, 0.1, 2.0)),
+            "sequence_parallel": tp > 1 and draw.random() < 0.5,
+        }
+        values["model"] |= {
+            "num_layers": draw.randrange(pp * chunks, 9),
+            "ffn_hidden_size": 4 * draw.randrange(1, 20),
+            "vocab_size": draw.choice((97, 101, 263)),
+        }
+        values["precision"]["name"] = draw.choice(("fp32", "bf16"))
+        values["train"]["global_batch_size"] = 4 * dp
+        if draw.random() < 0.3:
+            values["optim"] |= {"name": "sgd", "momentum": draw.choice((0.0, 0.9))}
+        config = decode(values)
         if validate(config, tp * pp * dp):
             continue
         found += 1

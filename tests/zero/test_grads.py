@@ -1,385 +1,292 @@
-"""When buckets are reduced, and with what in them.
-
-One process; the collectives are replaced by a log that notes which bucket a reduction was started
-for and what the bucket held at that moment. The oracle is a plain sum per parameter.
-"""
+"""When buckets are reduced, and with what in them."""
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from megads.parallel import collectives
-from megads.parallel.collectives import Handle
-from megads.parallel.layout import ParallelLayout
-from megads.parallel.mesh import Axis, Mesh
-from megads.parallel.sharding import Init, ParamSpec, Part
-from megads.zero.buckets import Bucket, bucket_kind, build_buckets
-from megads.zero.grads import BucketSink, GradientBuckets
+from megads.parallel.mesh import Mesh
+from megads.zero.buckets import build_buckets
+from megads.zero.grads import BucketReducer, GradientBuckets
+from tests.zero.reducing import (
+    COLUMNS,
+    MODES,
+    NAMES,
+    ROWS,
+    STAGE2,
+    WAYS,
+    Log,
+    Mode,
+    Model,
+    Way,
+    check,
+    every_mode,
+    named,
+    zeros,
+)
 
-Way = Literal["add", "outer", "rows", "autograd"]
-WAYS: tuple[Way, ...] = ("add", "outer", "rows", "autograd")
-ROWS, COLUMNS = 3, 4
-NAMES = tuple("abcdefgh")
-MATRIX = ParamSpec("", (ROWS, COLUMNS), "matrix", Init())
-
-
-class Log:
-    """Stands in for the reductions over data-parallel ranks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started: list[tuple[int, Tensor]] = []
-        self.names: list[str] = []
-        for name in ("all_reduce_async", "reduce_scatter_flat_async"):
-            monkeypatch.setattr(collectives, name, self._replacement(name))
-
-    def _replacement(self, name: str) -> Callable[..., Handle]:
-        def start(flat: Tensor, axis: Axis) -> Handle:
-            assert axis.name == "dp"
-            self.started.append((flat.data_ptr(), flat.clone()))
-            self.names.append(name)
-            return Handle()
-
-        return start
-
-    def held(self, bucket: Bucket) -> list[Tensor]:
-        """What `bucket` held at each start of its reduction."""
-        return [held for pointer, held in self.started if pointer == bucket.grads.data_ptr()]
+STEP = st.lists(
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(WAYS)), min_size=1, max_size=4
+)
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    return Log(monkeypatch)
-
-
-class Model:
-    """Parameters in buckets, in the order in which their gradients come."""
-
-    def __init__(
-        self,
-        specs: Sequence[ParamSpec],
-        *,
-        mesh: Mesh | None = None,
-        per_bucket: int = 100,
-        sharded: bool = True,
-        chunks: int = 1,
-    ) -> None:
-        mesh = mesh or Mesh.single()
-        self.modules = [nn.Module() for _ in range(chunks)]
-        for i, spec in enumerate(reversed(specs)):
-            shape = spec.local_shape(mesh.tp.size)
-            self.modules[i * chunks // len(specs)].register_parameter(
-                spec.name, nn.Parameter(torch.empty(shape, device="meta"))
-            )
-        by_name = {spec.name: spec for spec in specs}
-        self.buckets = build_buckets(
-            self.modules,
-            [by_name] * chunks,
-            mesh,
-            dtype=torch.float32,
-            bucket_mb=per_bucket * 64 * 4 / 2**20,
-            sequence_parallel=True,
-        )
-        self.sync = GradientBuckets(self.buckets, mesh, sharded=sharded)
-        for bucket in self.buckets:
-            bucket.grads.fill_(float("nan"))  # nobody may read what was there before
-        self.sync.reset()
-
-    def param(self, name: str) -> nn.Parameter:
-        return next(p for m in self.modules for n, p in m.named_parameters() if n == name)
-
-    def sink(self, name: str) -> BucketSink:
-        return self.param(name).grad_sink  # type: ignore[return-value]
-
-    def bucket(self, name: str) -> Bucket:
-        return next(b for b in self.buckets if name in [e.spec.name for e in b.entries])
-
-    def grad(self, name: str, of: Tensor | None = None) -> Tensor:
-        """This parameter's part of its bucket, now or in a copy `of` it."""
-        bucket = self.bucket(name)
-        flat = bucket.grads if of is None else of
-        for entry, place in bucket.placed():
-            if entry.spec.name == name:
-                return flat[place.start : place.stop].view(entry.param.shape).clone()
-        raise KeyError(name)
-
-    def contribute(self, name: str, way: Way, seed: int) -> Tensor:
-        """One gradient of `name`, by one of the ways in which layers give it; returns it."""
-        source = torch.Generator().manual_seed(seed)
-
-        def ints(*shape: int) -> Tensor:
-            return torch.randint(-5, 6, shape, generator=source).float()
-
-        sink, (rows, columns) = self.sink(name), self.param(name).shape
-        if way == "outer":
-            grad_output, inputs = ints(6, rows), ints(6, columns)
-            sink.add_outer(grad_output, inputs)
-            return grad_output.t() @ inputs
-        grad = ints(rows, columns)
-        if way == "add":
-            sink.add(grad)
-        elif way == "autograd":
-            (self.param(name) * grad).sum().backward()
-            assert self.param(name).grad is None
-        else:
-            which, values = torch.randint(rows, (5,), generator=source), ints(5, columns)
-            sink.add_rows(which, values)
-            grad = nn.functional.one_hot(which, rows).float().t() @ values
-        return grad
-
-
-def named(name: str, spec: ParamSpec = MATRIX, **changes: object) -> ParamSpec:
-    return dataclasses.replace(spec, name=name, **changes)  # type: ignore[arg-type]
-
-
-def check(model: Model, log: Log, expected: dict[str, Tensor]) -> None:
-    """Each bucket was reduced once, when it held the complete sums, and still holds them."""
-    for name, want in expected.items():
-        (held,) = log.held(model.bucket(name))
-        assert torch.equal(model.grad(name, held), want), f"{name} was reduced too early"
-        assert torch.equal(model.grad(name), want), f"{name} has another sum"
-
-
-STEP = st.lists(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(WAYS)), min_size=1)
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(STEP, min_size=1, max_size=3),
     per_bucket=st.integers(1, 8),
-    sharded=st.booleans(),
+    mode=st.sampled_from(list(MODES.values())),
 )
 def test_sums_are_complete_whoever_contributes_when_and_how(
-    steps: list[list[dict[str, Way]]], per_bucket: int, sharded: bool
+    steps: list[list[dict[str, Way]]], per_bucket: int, mode: Mode
 ) -> None:
     """Over several steps of several microbatches, of which each reaches some parameters only."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         log = Log(monkeypatch)
-        model = Model([named(n) for n in NAMES], per_bucket=per_bucket, sharded=sharded)
+        model = Model(log, [named(n) for n in NAMES], per_bucket=per_bucket, mode=mode)
         for number, microbatches in enumerate(steps):
             log.started.clear()
             model.sync.reset()
-            expected = {name: torch.zeros(ROWS, COLUMNS) for name in NAMES}
+            given = []
             for m, ways in enumerate(microbatches):
                 is_last = m == len(microbatches) - 1
-                model.sync.before_backward(0, m, is_last=is_last)
-                for name in [n for n in NAMES if n in ways]:
-                    seed = 1000 * number + 10 * m + NAMES.index(name)
-                    expected[name] += model.contribute(name, ways[name], seed)
-                early = {pointer for pointer, _ in log.started}
-                for bucket in model.buckets:
-                    is_complete = all(entry.spec.name in ways for entry in bucket.entries)
-                    assert (bucket.grads.data_ptr() in early) == (is_last and is_complete)
+                seed = 1000 * number + 10 * m
+                given.append(zeros() | model.backward(ways, seed, is_last=is_last))
+                assert bool(log.started) == (is_last or not mode.keeps)
+                assert mode.keeps or not any(b.grads.nbytes for b in model.buckets)
             model.sync.finish()
-            check(model, log, expected)
-        wanted = "reduce_scatter_flat_async" if sharded else "all_reduce_async"
-        assert set(log.names) == {wanted}
+            check(model, given)
+        alone = mode.shards == 1
+        call = ("all_reduce_async", "replica") if alone else ("reduce_scatter_flat_async", "shard")
+        assert log.calls == {call}
 
 
-def test_a_bucket_starts_with_its_own_last_contribution(log: Log) -> None:
-    """Not with the first, not at the end of the backward pass."""
-    model = Model([named(n) for n in "abcd"], per_bucket=2)
-    assert [[e.spec.name for e in b.entries] for b in model.buckets] == [["a", "b"], ["c", "d"]]
-    model.sync.before_backward(0, 0, is_last=True)
-    for count, name in zip((0, 1, 1, 2), "abcd", strict=True):
+@settings(max_examples=30, deadline=None)
+@given(
+    ranks=st.lists(st.tuples(STEP, STEP), min_size=2, max_size=2),
+    per_bucket=st.integers(1, 8),
+    mode=st.sampled_from(list(MODES.values())),
+)
+def test_reductions_begin_in_one_order_whichever_parameters_take_part(
+    ranks: list[tuple[list[dict[str, Way]], list[dict[str, Way]]]], per_bucket: int, mode: Mode
+) -> None:
+    """Two ranks, of which each reaches other parameters in each microbatch."""
+    microbatches = min(len(chunk) for rank in ranks for chunk in rank)
+    orders = []
+    for rank in ranks:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            model = Model(
+                Log(monkeypatch),
+                [named(n) for n in NAMES],
+                per_bucket=per_bucket,
+                mode=mode,
+                chunks=2,
+            )
+            for m in range(microbatches):
+                for chunk in (1, 0):
+                    ways = {n: w for n, w in rank[chunk][m].items() if NAMES.index(n) // 4 != chunk}
+                    model.backward(ways, 10 * m, is_last=m == microbatches - 1, chunk=chunk)
+            model.sync.finish()
+            orders.append(model.log.events)
+    assert orders[0] == orders[1]
+    starts = [event for event in orders[0] if isinstance(event, int)]
+    once = list(range(len(model.buckets)))
+    assert starts == once * (1 if mode.keeps else microbatches)
+
+
+@every_mode
+def test_a_bucket_starts_when_the_unit_after_its_last_one_begins(log: Log, mode: Mode) -> None:
+    """Not with its first or last contribution, nor at the end of the backward pass."""
+    model = Model(log, [named(n) for n in "abcde"], per_bucket=2, mode=mode)
+    assert [[e.spec.name for e in b.entries] for b in model.buckets] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["e"],
+    ]
+    model.sync.before_backward(0, is_last=True)
+    for count, name in zip((0, 0, 1, 1, 2), "abcde", strict=True):
+        model.begin(f"unit {name}")
+        assert len(log.started) == count
         model.contribute(name, "add", 0)
         assert len(log.started) == count
+    model.sync.after_backward(0)
+    assert len(log.started) == 3
     model.sync.finish()
-    assert len(log.started) == 2
+    assert len(log.started) == 3
 
 
-def test_a_parameter_that_only_the_last_microbatch_leaves_out(log: Log) -> None:
-    """Its bucket waits for `finish`, and what came before is kept."""
-    model = Model([named("a"), named("b")])
-    model.sync.before_backward(0, 0, is_last=False)
-    a, b = model.contribute("a", "outer", 1), model.contribute("b", "add", 2)
-    model.sync.before_backward(0, 1, is_last=True)
-    a = a + model.contribute("a", "outer", 3)
-    assert not log.started
+def test_a_bucket_is_released_before_the_one_after_the_next_is_filled(log: Log) -> None:
+    """What is being reduced and what is being filled is all that stage 2 has at once."""
+    model = Model(log, [named(n) for n in NAMES], per_bucket=1, mode=STAGE2)
+    for _ in range(2):
+        model.sync.before_backward(0, is_last=False)
+        for number, name in enumerate(NAMES):
+            model.begin(f"unit {name}")
+            model.contribute(name, "outer", number)
+            held = [b.plan.units for b in model.buckets if b.grads.nbytes]
+            assert held == [(f"unit {n}",) for n in NAMES[max(number - 1, 0) : number + 1]]
+        model.sync.after_backward(0)
+        assert not any(b.grads.nbytes for b in model.buckets)
+
+
+@every_mode
+def test_units_that_are_not_announced_are_reduced_at_the_end(log: Log, mode: Mode) -> None:
+    model = Model(log, [named(n) for n in "ab"], per_bucket=1, mode=mode)
+    model.sync.before_backward(0, is_last=True)
+    given = {name: model.contribute(name, "add", 3) for name in "ba"}
+    model.sync.after_backward(0)
+    assert [number for number, _ in log.started] == [0, 1]
     model.sync.finish()
-    check(model, log, {"a": a, "b": b})
+    check(model, [given])
 
 
-def test_nothing_contributed_at_all_gives_zeros(log: Log) -> None:
-    model = Model([named("a"), named("b")], per_bucket=1)
-    model.sync.before_backward(0, 0, is_last=True)
+@every_mode
+def test_a_parameter_that_only_the_last_microbatch_leaves_out(log: Log, mode: Mode) -> None:
+    """What came before is kept."""
+    model = Model(log, [named("a"), named("b")], mode=mode)
+    first = model.backward({"a": "outer", "b": "add"}, 1, is_last=False)
+    second = model.backward({"a": "outer"}, 3, is_last=True)
     model.sync.finish()
-    check(model, log, {"a": torch.zeros(ROWS, COLUMNS), "b": torch.zeros(ROWS, COLUMNS)})
+    check(model, [first, zeros("ab") | second])
 
 
-def test_a_second_step_overwrites(log: Log) -> None:
-    model = Model([named("a"), named("b")])
-    for step in range(2):
+@every_mode
+def test_nothing_contributed_at_all_gives_zeros(log: Log, mode: Mode) -> None:
+    model = Model(log, [named("a"), named("b")], per_bucket=1, mode=mode)
+    model.backward({}, 0, is_last=True)
+    model.sync.finish()
+    check(model, [zeros("ab")])
+
+
+@every_mode
+def test_a_second_step_overwrites(log: Log, mode: Mode) -> None:
+    model = Model(log, [named("a"), named("b")], mode=mode)
+    steps: tuple[dict[str, Way], ...] = ({"a": "rows", "b": "outer"}, {"a": "rows"})
+    for seed, ways in enumerate(steps):
         log.started.clear()
         model.sync.reset()
-        model.sync.before_backward(0, 0, is_last=True)
-        a = model.contribute("a", "rows", step)
-        b = model.contribute("b", "outer", step) if step == 0 else torch.zeros(ROWS, COLUMNS)
+        given = model.backward(ways, seed, is_last=True)
         model.sync.finish()
-        check(model, log, {"a": a, "b": b})
+        check(model, [zeros("ab") | given])
 
 
-def test_negative_control_without_a_reset_the_step_before_is_noticed(log: Log) -> None:
-    model = Model([named("a")])
+@every_mode
+def test_negative_control_without_a_reset_the_step_before_is_noticed(log: Log, mode: Mode) -> None:
+    """On this rank's share; with four ranks it would be padding."""
+    if mode.shards > 1:
+        mode = mode._replace(shards=1)
+    model = Model(log, [named("a")], mode=mode)
     for step in range(2):
         log.started.clear()
-        model.sync.before_backward(0, 0, is_last=True)
-        a = model.contribute("a", "add", step)
+        given = model.backward({"a": "add"}, step, is_last=True)
         model.sync.finish()
         if step == 0:
-            check(model, log, {"a": a})
-    with pytest.raises((AssertionError, ValueError)):
-        check(model, log, {"a": a})
+            check(model, [given])
+    with pytest.raises(AssertionError):
+        check(model, [given])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_weight_used_twice_on_one_rank(log: Log, tied: bool) -> None:
-    """The head gives its gradient first, the embedding last. A spec that is not marked as tied is
-    the negative control: then the bucket is on its way before the embedding has contributed."""
-    model = Model([named("word", tied=tied)])
-    model.sync.before_backward(0, 0, is_last=False)
-    total = model.contribute("word", "outer", 1) + model.contribute("word", "rows", 2)
-    model.sync.before_backward(0, 1, is_last=True)
-    total = total + model.contribute("word", "outer", 3)
-    assert len(log.started) == (0 if tied else 1)
-    total = total + model.contribute("word", "rows", 4)
-    assert len(log.started) == 1
-    model.sync.finish()
-    if tied:
-        check(model, log, {"word": total})
+@pytest.mark.parametrize("reads", [True, False])
+@every_mode
+def test_a_tied_weight_used_twice_on_one_rank(log: Log, mode: Mode, reads: bool) -> None:
+    """The head gives its gradient first, the embedding last. An embedding that is not said to read
+    it is the negative control: then it is on its way before the embedding has contributed."""
+    units = {"embedding": ("a",) if reads else (), "block": ("b",), "head": ("a",)}
+    model = Model(
+        log, [named("b"), named("a", tied=True)] if reads else [named("a"), named("b")],
+        units=units, mode=mode, per_bucket=1,
+    )  # fmt: skip
+    microbatches = []
+    for m in range(2):
+        model.sync.before_backward(0, is_last=m == 1)
+        model.begin("head")
+        a = model.contribute("a", "outer", 10 * m + 1)
+        model.begin("block")
+        b = model.contribute("b", "add", 10 * m + 2)
+        model.begin("embedding")
+        assert not reads or bool(log.started) == (m == 1 or not mode.keeps)
+        a = a + model.contribute("a", "rows", 10 * m + 3)
+        model.sync.after_backward(0)
+        microbatches.append({"a": a, "b": b})
+    if reads:
+        model.sync.finish()
+        check(model, microbatches)
     else:
-        with pytest.raises(AssertionError, match="word was reduced too early"):
-            check(model, log, {"word": total})
+        with pytest.raises(AssertionError, match="a was reduced too early"):
+            check(model, microbatches)
 
 
 def test_a_tied_weight_that_autograd_adds_up_itself(log: Log) -> None:
-    """Then one contribution comes where two are expected: later, but complete."""
-    model = Model([named("word", tied=True)])
+    model = Model(log, [named("word", tied=True)])
     factors = torch.arange(12.0).view(ROWS, COLUMNS), torch.ones(ROWS, COLUMNS)
-    model.sync.before_backward(0, 0, is_last=True)
+    model.sync.before_backward(0, is_last=True)
+    model.bucket("word").params.acquire()
     param = model.param("word")
     ((param * factors[0]).sum() + (param * factors[1]).sum()).backward()
+    model.sync.after_backward(0)
     model.sync.finish()
-    check(model, log, {"word": factors[0] + factors[1]})
+    check(model, [{"word": factors[0] + factors[1]}])
 
 
-def test_the_last_backward_of_one_chunk_says_nothing_of_another(log: Log) -> None:
+@every_mode
+def test_the_last_backward_of_one_chunk_says_nothing_of_another(log: Log, mode: Mode) -> None:
     """Interleaved chunks end at different times."""
-    model = Model([named(n) for n in "abcd"], chunks=2)
+    model = Model(log, [named(n) for n in "abcd"], chunks=2, mode=mode)
     late, early = model.bucket("a").plan.chunk, model.bucket("d").plan.chunk
     assert (early, late) == (0, 1)
-    model.sync.before_backward(late, 0, is_last=True)
-    first = [model.contribute(n, "add", i) for i, n in enumerate("ab")]
-    model.sync.before_backward(early, 0, is_last=False)
-    second = [model.contribute(n, "add", i) for i, n in enumerate("cd")]
-    assert len(log.started) == 1
-    model.sync.before_backward(early, 1, is_last=True)
-    for i, name in enumerate("cd"):
-        second[i] += model.contribute(name, "autograd", 10 + i)
-    assert len(log.started) == 2
+    ways: dict[str, Way] = {"a": "add", "b": "outer"}
+    first = [model.backward(ways, m, is_last=m == 1, chunk=late) for m in range(2)]
+    assert len(log.started) == (1 if mode.keeps else 2)
+    ways = {"c": "autograd", "d": "rows"}
+    second = [model.backward(ways, m, is_last=False, chunk=early) for m in range(1)]
+    assert len(log.started) == (1 if mode.keeps else 3)
+    second.append(model.backward(ways, 5, is_last=True, chunk=early))
     model.sync.finish()
-    check(model, log, dict(zip("abcd", first + second, strict=True)))
+    check(model, [a | b for a, b in zip(first, second, strict=True)])
 
 
-QKV = ParamSpec(
-    "",
-    ((4 + 1 + 1) * 2, COLUMNS),
-    "matrix",
-    Init(),
-    tp_dim=0,
-    parts=(Part("q", 4, 2), Part("k", 1, 2), Part("v", 1, 2)),
-)
-"""On two tensor-parallel ranks: two query heads each, and both the one KV head. 8 local rows."""
-
-
-def of_two(axis: str) -> Mesh:
-    """The first of two ranks along `axis`, one of which is this process and one made up."""
-    two = Axis(axis, 2, 0, (0, 1))
-    if axis == "tp":
-        layout = ParallelLayout(tp=2)
-        return dataclasses.replace(
-            Mesh.single(), layout=layout, tp=two, kv=dataclasses.replace(two, name="kv")
+def test_a_frozen_parameter_has_no_gradient(log: Log) -> None:
+    """And takes part in no backward pass; its bucket is reduced all the same."""
+    module = nn.Module()
+    module.specs = {n: named(n) for n in "ab"}  # type: ignore[assignment]
+    module.units = {"unit": ("a", "b")}  # type: ignore[assignment]
+    for name in "ab":
+        module.register_parameter(
+            name, nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta"), requires_grad=name == "a")
         )
-    tied = dataclasses.replace(two, name="tied")
-    return dataclasses.replace(Mesh.single(), layout=ParallelLayout(pp=2), pp=two, tied=tied)
-
-
-COPIES = [
-    ("tp_partial", named("x", tp_gradient="partial"), "tp", "tp", slice(0, ROWS)),
-    (
-        "tp_partial",
-        named("x", tp_gradient="partial_if_sequence_parallel"),
-        "tp",
-        "tp",
-        slice(0, ROWS),
-    ),
-    ("kv_copies", named("x", QKV), "tp", "kv", slice(4, 8)),
-    ("tied", named("x", tied=True), "pp", "tied", slice(0, ROWS)),
-]
-"""Kind of bucket, what is in it, the axis of size 2, the axis summed over, the rows summed."""
-PLAIN = [("plain", named("x"), axis, None, slice(0, 0)) for axis in ("tp", "pp")]
-
-
-def sum_with_a_peer(
-    log: Log,
-    monkeypatch: pytest.MonkeyPatch,
-    case: tuple[str, ParamSpec, str, str | None, slice],
-    *,
-    contributes: bool,
-) -> None:
-    """One step in which the made-up peer holds ones and this rank what it contributes, if it does;
-    checks the result."""
-    kind, spec, axis_name, over, summed = case
-    mesh, seen = of_two(axis_name), []
-
-    def add_ones(tensor: Tensor, axis: Axis) -> Tensor:
-        assert not log.started, "the sum over copies comes first"
-        seen.append(axis.name)
-        return tensor.add_(1.0)
-
-    monkeypatch.setattr(collectives, "all_reduce", add_ones)
-    assert bucket_kind(spec, mesh, sequence_parallel=True) == kind
-    model = Model([spec], mesh=mesh)
-    model.sync.before_backward(0, 0, is_last=True)
-    want = torch.zeros(model.param("x").shape)
-    if contributes:
-        want += model.contribute("x", "outer", 5)
-    assert bool(log.started) == (kind == "plain" and contributes)
-    model.sync.finish()
-    want[summed] += 1.0
-    check(model, log, {"x": want})
-    assert seen == ([over] if over else [])
-
-
-@pytest.mark.parametrize("case", [*COPIES, *PLAIN])
-def test_copies_are_summed_before_the_reduction(
-    log: Log, monkeypatch: pytest.MonkeyPatch, case: tuple[str, ParamSpec, str, str | None, slice]
-) -> None:
-    sum_with_a_peer(log, monkeypatch, case, contributes=True)
-
-
-@pytest.mark.parametrize("case", COPIES)
-def test_a_rank_without_a_contribution_takes_that_of_its_peer(
-    log: Log, monkeypatch: pytest.MonkeyPatch, case: tuple[str, ParamSpec, str, str | None, slice]
-) -> None:
-    sum_with_a_peer(log, monkeypatch, case, contributes=False)
+    mesh = Mesh.single()
+    (bucket,) = log.buckets = build_buckets(
+        [module], mesh, dtype=torch.float32, bucket_numel=1000, sequence_parallel=False
+    )
+    params = dict(module.named_parameters())
+    assert params["a"].requires_grad and not params["b"].requires_grad
+    bucket.params.acquire()
+    bucket.grads.acquire()
+    reducer = BucketReducer(bucket, mesh, bucket.grads.tensor, moves=False, keeps=True)
+    sync = GradientBuckets([reducer], mesh, every_backward=False, promptly=False)
+    sync.reset()
+    sync.before_backward(0, is_last=True)
+    (params["a"] * params["b"].nan_to_num(1.0)).sum().backward()
+    sync.after_backward(0)
+    sync.finish()
+    grads = {entry.name: entry.grad for entry in bucket.entries}
+    assert bool((grads["a"] == 2).all()) and not grads["b"].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients_are_added_up_in_fp32(log: Log, dtype: torch.dtype) -> None:
+@every_mode
+def test_narrow_gradients_are_added_up_in_fp32(log: Log, dtype: torch.dtype, mode: Mode) -> None:
     """256 + 1 + 1 is 256 in bf16, 2048 + 1 + 1 is 2048 in fp16."""
-    model = Model([named("a")])
+    model = Model(log, [named("a")], mode=mode._replace(shards=1))
     large = 256.0 if dtype == torch.bfloat16 else 2048.0
     assert torch.tensor(large, dtype=dtype) + 1 == large
-    model.sync.before_backward(0, 0, is_last=False)
-    for value in (large, 1.0, 1.0):
-        model.sink("a").add(torch.full((ROWS, COLUMNS), value, dtype=dtype))
+    for values in ((large, 1.0), (1.0,)):
+        model.sync.before_backward(0, is_last=len(values) == 1)
+        for value in values:
+            model.sink("a").add(torch.full((ROWS, COLUMNS), value, dtype=dtype))
+        model.sync.after_backward(0)
     model.sync.finish()
-    assert torch.equal(model.grad("a"), torch.full((ROWS, COLUMNS), large + 2))
+    got, _ = model.reduced("a")
+    assert torch.equal(got, torch.full((ROWS * COLUMNS,), 2 * (large + 2)))
