@@ -9,8 +9,8 @@ from megads.config.schema import Config
 from megads.config.validate import fill_layout
 from megads.errors import LayoutError
 from megads.launch.machine import Machine
-from megads.models.flops import state_bytes
 from megads.parallel.layout import ParallelLayout
+from megads.train.memory import world_state_bytes
 
 PROCESS_BYTES = 350 * 10**6
 """What one worker takes before it holds any model: interpreter, torch, communication buffers."""
@@ -49,7 +49,7 @@ def check_fits(
         return
     if config.launch.backend == "nccl":
         raise LayoutError(_refusal(layout, arguments, "has no GPU", gpus=0))
-    states = state_bytes(config, layout) * world
+    states = world_state_bytes(config, layout)
     needed = states + world * PROCESS_BYTES
     if machine.free_bytes is not None and needed > machine.free_bytes:
         processes = f"{world} process{'es' * (world > 1)}"

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, peaks of devices, bytes of model state. Pure.
+"""Floating-point operations of a training step, and peaks of devices. Pure.
 
 A multiplication of `[m, k]` by `[k, n]` is 2mkn operations. Counted are the matrix products of the
 model as it is written down: all projections, the head, and both attention products over all pairs
@@ -16,10 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megads.config.schema import Config, ModelConfig
-from megads.models.families import param_specs
-from megads.parallel.layout import ParallelLayout
-from megads.parallel.sharding import ParamSpec
+from megads.config.schema import ModelConfig
 
 BACKWARD_PER_FORWARD = 2
 """Each forward product has two in backward: for its input and for its weight."""
@@ -104,40 +101,3 @@ def device_peak_tflops(device_name: str, precision: str) -> float | None:
     if key and key[0] in _NEUTRAL_FORM_FACTOR and key[1:] == ("PCIE",):
         key = key[:1]
     return _PEAKS.get(key, {}).get(precision)
-
-
-def state_bytes(config: Config, layout: ParallelLayout) -> int:
-    """Estimated bytes of weights, gradients and optimizer state on the fullest rank.
-
-    Layers are taken as spread evenly over the stages. Gradients are fp32; in bf16 and fp16 there
-    is an fp32 master copy beside the weights; ZeRO 1 divides master and moments by dp.
-    """
-    full_precision = config.precision.name == "fp32"
-    weight, master = (4, 0) if full_precision else (2, 4)
-    if config.optim.name == "adamw":
-        moments = 8
-    else:
-        moments = 4 if config.optim.momentum else 0
-    owners = layout.dp if config.parallel.zero >= 1 else 1
-    elements = max(_stage_elements(config.model, layout))
-    return elements * (weight + 4) + -(-elements * (master + moments) // owners)
-
-
-def _stage_elements(config: ModelConfig, layout: ParallelLayout) -> list[int]:
-    """Parameter elements, padding included, of one tensor-parallel rank of each stage."""
-    pp, layers = layout.pp, config.num_layers
-    specs = param_specs(config)
-    block = sum(_local_elements(s, layout.tp) for s in specs if s.layer == 0)
-    stages = [block * (layers // pp + (stage < layers % pp)) for stage in range(pp)]
-    for spec in specs:
-        places = {0} if spec.edge == "first" else {pp - 1} if spec.edge == "last" else set()
-        for stage in places | ({pp - 1} if spec.tied else set()):
-            stages[stage] += _local_elements(spec, layout.tp)
-    return stages
-
-
-def _local_elements(spec: ParamSpec, tp: int) -> int:
-    elements = 1
-    for size in spec.local_shape(tp):
-        elements *= size
-    return elements

@@ -15,7 +15,7 @@ from megads.parallel.collectives import synchronize
 from megads.train.build import RunParts, build
 from megads.train.checkpointing import resume, save
 from megads.train.evaluate import evaluate
-from megads.train.metrics import device_name, peak_memory_bytes
+from megads.train.metrics import device_name, memory_report
 from megads.train.step import StepResult, train_step
 
 
@@ -107,7 +107,7 @@ def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
             "mfu": tflops / peak if peak else None,
             "loss_scale": result.loss_scale,
             "skipped": parts.scaler.skipped,
-            "peak_memory_bytes": peak_memory_bytes(parts.mesh),
+            **memory_report(parts.optimizer.memory(), parts.mesh),
         },
         config.train.steps,
     )

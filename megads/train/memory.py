@@ -34,6 +34,12 @@ def predict_states(config: Config, layout: ParallelLayout, stage: int) -> StateM
     )
 
 
+def world_state_bytes(config: Config, layout: ParallelLayout) -> int:
+    """Bytes of the model states in the memory of all ranks together, devices and hosts."""
+    stages = [predict_states(config, layout, stage) for stage in range(layout.pp)]
+    return sum(s.device.total + s.host.total for s in stages) * layout.tp * layout.dp
+
+
 def shard_size(config: Config, dp: int) -> int:
     """Ranks over which ZeRO shards; 1 under stage 0."""
     return (config.parallel.zero_shard_size or dp) if config.parallel.zero else 1

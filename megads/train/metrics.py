@@ -22,6 +22,7 @@ from rich.table import Column
 
 from megads.parallel import collectives
 from megads.parallel.mesh import Mesh
+from megads.zero.memory import StateMemory
 
 Value = float | int | bool | str | None
 
@@ -187,17 +188,26 @@ def _drop_torn_line(path: Path) -> None:
                 file.truncate(content.rfind(b"\n") + 1)
 
 
-def peak_memory_bytes(mesh: Mesh) -> int:
-    """Largest memory any rank has used: resident set on the CPU, allocator peak on a GPU.
+def memory_report(states: StateMemory, mesh: Mesh) -> dict[str, Value]:
+    """Memory of the rank that uses most of it, by kind, each in bytes. A collective call.
 
-    A collective call.
+    `peak_memory_bytes` is everything: the resident set on the CPU, the allocator's peak on a GPU.
+    The kinds are model states: on the device, then on the host and in a file if offloaded.
     """
-    if mesh.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(mesh.device)
-    else:
-        peak = _resident_peak()
-    value = torch.tensor(float(peak), dtype=torch.float64, device=mesh.device)
-    return int(collectives.all_reduce(value, mesh.world, "max"))
+    on_gpu = mesh.device.type == "cuda"
+    values = {
+        "peak_memory_bytes": (
+            torch.cuda.max_memory_allocated(mesh.device) if on_gpu else _resident_peak()
+        ),
+        "parameter_bytes": states.device.parameters,
+        "gradient_bytes": states.device.gradients,
+        "optimizer_bytes": states.device.optimizer,
+        "host_bytes": states.host.total,
+        "file_bytes": states.file,
+    }
+    most = torch.tensor(list(values.values()), dtype=torch.float64, device=mesh.device)
+    collectives.all_reduce(most, mesh.world, "max")
+    return {key: int(value) for key, value in zip(values, most.tolist(), strict=True)}
 
 
 def device_name(device: torch.device) -> str:

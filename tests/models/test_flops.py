@@ -4,17 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megads.config.compose import compose
-from megads.config.decode import decode
-from megads.config.schema import Config, ModelConfig
-from megads.models.families import param_count, param_specs
+from megads.config.schema import ModelConfig
+from megads.models.families import param_count
 from megads.models.flops import (
     device_peak_tflops,
     forward_flops,
-    state_bytes,
     training_flops,
 )
-from megads.parallel.layout import ParallelLayout
 
 transformers = pytest.importorskip("transformers")
 
@@ -143,45 +139,3 @@ def test_parts_add_up_and_grow_as_they_should():
 )
 def test_device_peaks(name, precision, peak):
     assert device_peak_tflops(name, precision) == peak
-
-
-def configured(**groups: dict) -> Config:
-    values = compose(["model=gpt-125m"]).model_dump()
-    for group, fields in groups.items():
-        values[group] = values[group] | fields
-    return decode(values)
-
-
-def test_state_on_one_rank_is_bytes_times_parameters():
-    padding = 50304 - 50257
-    for precision, optimizer, expected in [
-        ("fp32", {"name": "adamw"}, 16),
-        ("bf16", {"name": "adamw"}, 18),
-        ("fp32", {"name": "sgd"}, 8),
-        ("fp32", {"name": "sgd", "momentum": 0.9}, 12),
-    ]:
-        config = configured(precision={"name": precision}, optim=optimizer)
-        elements = param_count(config.model) + padding * config.model.hidden_size
-        assert state_bytes(config, ParallelLayout()) == expected * elements
-
-
-@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (4, 3), (3, 12)])
-def test_state_is_divided_by_the_layout(tp, pp):
-    config = configured()
-    whole, part = (state_bytes(config, ParallelLayout(tp=t, pp=p)) for t, p in ((1, 1), (tp, pp)))
-    assert whole / (tp * pp) <= part < whole
-    # Against the fullest stage, added up by hand from the shapes.
-    specs = param_specs(config.model)
-    word, position = (s.numel for s in specs if s.edge == "first")
-    layers = -(-config.model.num_layers // pp)
-    block = sum(s.numel for s in specs if s.layer == 0)
-    expected = 16 * ((layers * block + word) / tp + position)  # positions are replicated
-    assert part == pytest.approx(expected, rel=0.02)
-
-
-def test_zero_divides_the_optimizer_state_only():
-    plain = configured(precision={"name": "bf16"})
-    sharded = configured(precision={"name": "bf16"}, parallel={"zero": 1})
-    layout = ParallelLayout(dp=4)
-    assert state_bytes(plain, layout) == state_bytes(plain, ParallelLayout())
-    assert state_bytes(sharded, layout) == state_bytes(plain, layout) * (6 + 12 / 4) / 18
