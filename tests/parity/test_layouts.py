@@ -109,36 +109,41 @@ def _patched(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
 
 
 def skip_copies(rank: int, kind: str) -> Callable[[], None]:
-    """Gradients of one kind of bucket are not summed over their copies."""
+    """Gradients of parameters of one kind are not summed over their copies."""
     from megads.zero.grads import BucketReducer
 
-    original = BucketReducer.sum_copies
+    original = BucketReducer.copies
 
-    def sum_copies(self: BucketReducer) -> None:
-        if self.bucket.plan.kind != kind:
-            original(self)
+    def copies(self: BucketReducer, which: Any) -> Any:
+        return iter(()) if which == kind else original(self, which)
 
-    return _patched(BucketReducer, "sum_copies", sum_copies)
+    return _patched(BucketReducer, "copies", copies)
 
 
 def skip_reduction(rank: int) -> Callable[[], None]:
     """Data-parallel ranks keep their own gradients."""
+    from megads.parallel.collectives import Handle
     from megads.zero.grads import BucketReducer
 
-    return _patched(BucketReducer, "_start", lambda self: None)
+    def start(self: BucketReducer) -> None:
+        self._handle = Handle()
+
+    return _patched(BucketReducer, "start", start)
 
 
-def forget_last_microbatch(rank: int) -> Callable[[], None]:
-    """The gradient of all but the first microbatch is lost."""
-    from megads.zero.grads import BucketSink
+def forget_microbatches(rank: int) -> Callable[[], None]:
+    """The gradient of all but the last microbatch is lost."""
+    from megads.zero.grads import GradientBuckets
 
-    original = BucketSink._contributed
+    original = GradientBuckets.before_backward
 
-    def contributed(self: BucketSink) -> None:
-        original(self)
-        self.is_fresh = True
+    def before_backward(self: GradientBuckets, chunk: int, *, is_last: bool) -> None:
+        for reducer in self._reducers:
+            if reducer.bucket.plan.chunk == chunk:
+                reducer._forget()
+        original(self, chunk, is_last=is_last)
 
-    return _patched(BucketSink, "_contributed", contributed)
+    return _patched(GradientBuckets, "before_backward", before_backward)
 
 
 def mean_of_means(rank: int) -> Callable[[], None]:
@@ -177,10 +182,10 @@ def local_norm(rank: int) -> Callable[[], None]:
 FAULTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "norms partial": ("tp2 sp", skip_copies, ("tp_partial",)),
     "tied embedding partial": ("pp2", skip_copies, ("tied",)),
-    "kv heads partial": ("tp4 with 2 kv heads", skip_copies, ("kv_copies",)),
+    "kv heads partial": ("tp4 with 2 kv heads", skip_copies, ("kv",)),
     "no data-parallel sum": ("dp2", skip_reduction, ()),
     "no data-parallel sum zero1": ("dp4zero1 small buckets", skip_reduction, ()),
-    "accumulation lost": ("micro batch 1", forget_last_microbatch, ()),
+    "accumulation lost": ("micro batch 1", forget_microbatches, ()),
     "mean of means": ("dp2", mean_of_means, ()),
     "same samples": ("dp2", same_samples, ()),
     "norm of a stage": ("pp2", local_norm, ()),

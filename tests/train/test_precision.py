@@ -31,35 +31,53 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def spoil_gradient(rank: int, spoiled_rank: int, step: int, value: float) -> Callable[[], None]:
     """At one step (from 1), one element of one rank's own gradients gets a value."""
-    from megads.zero.grads import BucketSink, GradientBuckets
+    from megads.zero.grads import BucketReducer, GradientBuckets
 
-    reset, contributed, steps, done = GradientBuckets.reset, BucketSink._contributed, [0], [False]
+    reset, start, steps, done = GradientBuckets.reset, BucketReducer.start, [0], [False]
 
     def counted_reset(self: GradientBuckets) -> None:
         steps[0] += 1
         reset(self)
 
-    def spoiled_contributed(self: BucketSink) -> None:
+    def spoiled_start(self: BucketReducer) -> None:
         if rank == spoiled_rank and steps[0] == step and not done[0]:
-            self.view.view(-1)[0] = value
+            self.sinks[0].view.view(-1)[0] = value
             done[0] = True
-        contributed(self)
+        start(self)
 
     GradientBuckets.reset = counted_reset  # type: ignore[method-assign]
-    BucketSink._contributed = spoiled_contributed  # type: ignore[method-assign]
+    BucketReducer.start = spoiled_start  # type: ignore[method-assign]
 
     def undo() -> None:
         GradientBuckets.reset = reset  # type: ignore[method-assign]
-        BucketSink._contributed = contributed  # type: ignore[method-assign]
+        BucketReducer.start = start  # type: ignore[method-assign]
 
     return undo
 
 
-@pytest.mark.parametrize("layout,rank", [("dp2", 1), ("dp2zero1", 0), ("tp2", 1), ("pp2", 1)])
+NVME = "parallel.offload=nvme"
+
+
+@pytest.mark.parametrize(
+    "layout,rank",
+    [
+        ("dp2", 1),
+        ("dp2zero1", 0),
+        ("tp2", 1),
+        ("pp2", 1),
+        ("dp2zero2 parallel.offload=cpu", 1),
+        (f"dp2zero3 {NVME}", 0),
+    ],
+)
 def test_overflow_on_one_rank_skips_the_step_on_all(
     tmp_path: Path, data: str, workers: Workers, layout: str, rank: int
 ) -> None:
-    options = [f"parallel={layout}", "precision=fp16", "precision.initial_loss_scale=1024", SAVE]
+    options = [
+        *f"parallel={layout}".split(),
+        "precision=fp16",
+        "precision.initial_loss_scale=1024",
+        SAVE,
+    ]
     clean = run_training(
         workers, tiny_config(tmp_path / "clean", data, "gpt", *options, "train.steps=1")
     )
@@ -91,12 +109,14 @@ def test_overflow_on_one_rank_skips_the_step_on_all(
         ("pp2", 0, "bf16", "0.5"),
         ("dp2zero1", 1, "fp32", "0.5"),
         ("dp2zero1", 0, "bf16", "0"),
+        ("dp2zero3", 1, "bf16", "0.5"),
+        (f"dp2zero2 {NVME}", 0, "fp32", "0"),
     ],
 )
 def test_nan_stops_the_run_and_is_not_saved(
     tmp_path: Path, data: str, workers: Workers, precision: str, clip: str, layout: str, rank: int
 ) -> None:
-    options = [f"parallel={layout}", f"precision={precision}", f"optim.clip={clip}"]
+    options = [*f"parallel={layout}".split(), f"precision={precision}", f"optim.clip={clip}"]
     config = tiny_config(tmp_path, data, "gpt", *options, "checkpoint.every=1", SAVE)
     statuses = train_statuses(workers, config, spoil_gradient, rank, 3, math.nan)
     assert all(str(s).startswith("NonFiniteError: step 3") for s in statuses), statuses
