@@ -221,6 +221,12 @@ def _sequence(config: Config) -> Iterator[str]:
             f"train.seq_length={length} is not a multiple of parallel.tp={tp}, which "
             f"parallel.sequence_parallel needs; nearest: {_listed(near)}"
         )
+    layers, recompute = config.train.recompute_layers, config.train.recompute
+    if layers is not None and recompute != "full":
+        yield (
+            f"train.recompute_layers={layers} is only read with train.recompute=full, "
+            f"not {recompute}"
+        )
     if model.position == "learned" and length > model.max_seq_length:
         yield (
             f"train.seq_length={length} is more than the model.max_seq_length="

@@ -38,6 +38,7 @@ class GPTStage(nn.Module):
 
     `specs`: the ParamSpec of every name in `named_parameters()`.
     `dropout_rng`: to be seeded before each forward pass when anything is dropped.
+    `recompute_layers`: with recompute "full", how many blocks, the first ones (None: all).
     `units`: names of the parameters that each unit reads, in forward order.
     `unit_hooks`: who is told before a unit is computed, if anyone.
     """
@@ -51,13 +52,15 @@ class GPTStage(nn.Module):
         *,
         sequence_parallel: bool,
         recompute: str,
+        recompute_layers: int | None = None,
         dtype: torch.dtype,
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
         self.config, self.plan, self._tp, self._kernels = config, plan, mesh.tp, kernels
         self._sequence_parallel = sequence_parallel and mesh.tp.size > 1
-        self._recompute_blocks = recompute == "full"
+        all_or_some = len(plan.layers) if recompute_layers is None else recompute_layers
+        self._recomputed_blocks = all_or_some if recompute == "full" else 0
         self.specs = stage_specs(config, plan)
         self.dropout_rng = DropoutRng(mesh.tp.index)
         self._rotary = RotaryTable(config) if config.position == "rope" else None
@@ -128,9 +131,10 @@ class GPTStage(nn.Module):
             raise ValueError("a chunk without the embedding needs hidden states")
         else:
             x = grid.flatten(hidden)
-        for layer, block in self.blocks.items():
+        recomputes = self.training and torch.is_grad_enabled()
+        for number, (layer, block) in enumerate(self.blocks.items()):
             before_unit(f"blocks.{layer}", hooks)
-            if self._recompute_blocks and self.training and torch.is_grad_enabled():
+            if recomputes and number < self._recomputed_blocks:
                 x = recomputed(block, x, at)
             else:
                 x = block(x, at)

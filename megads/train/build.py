@@ -177,6 +177,7 @@ def build_modules(
             kernels,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.train.recompute,
+            recompute_layers=config.train.recompute_layers,
             dtype=dtype,
             device="meta",
         )

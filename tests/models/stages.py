@@ -72,6 +72,7 @@ def make_stage(
     chunk: Chunk | None = None,
     sequence_parallel: bool = False,
     recompute: str = "none",
+    recompute_layers: int | None = None,
     kernels: str = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> GPTStage:
@@ -85,6 +86,7 @@ def make_stage(
         chosen,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
+        recompute_layers=recompute_layers,
         dtype=dtype,
         device="cpu",
     )

@@ -148,7 +148,15 @@ def with_dropout(
     return [loss.detach() for loss in losses], grads  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "some": {"recompute": "full", "recompute_layers": 1},
+    "full": {"recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "some", "full"])
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("variant", ["gpt", "llama", "neox"])
 def test_recomputation_changes_no_bit(
@@ -159,7 +167,7 @@ def test_recomputation_changes_no_bit(
     batches[1].index = 1
     results = []
     for how in ("none", recompute):
-        options = {"recompute": how, "sequence_parallel": sp}
+        options = {**RECOMPUTE[how], "sequence_parallel": sp}
         arguments = (config, random_weights(config), batches, options)
         results.append(
             [with_dropout(0, 1, *arguments)]
@@ -177,8 +185,8 @@ def test_recomputation_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("gpt", num_layers=3, attention_dropout=0.5)
     batch = random_batch(config, batch=2, seq=SEQ)
     kept = {}
-    for recompute in ("none", "selective", "full"):
-        stage = make_stage(config, random_weights(config), Mesh.single(), recompute=recompute)
+    for recompute, options in RECOMPUTE.items():
+        stage = make_stage(config, random_weights(config), Mesh.single(), **options)
         stage.dropout_rng.seed(1)
         sizes: dict[int, int] = {}
 
@@ -191,6 +199,7 @@ def test_recomputation_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
             stage(None, batch)
         kept[recompute] = sum(sizes.values())
     assert kept["full"] < kept["selective"] < kept["none"]
+    assert kept["none"] - kept["some"] == pytest.approx((kept["none"] - kept["full"]) / 3)
 
 
 def test_dropout_differs_by_microbatch_and_is_off_in_eval() -> None:
