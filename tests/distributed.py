@@ -49,10 +49,16 @@ class RemoteFailure(AssertionError):
     """Some ranks raised, died or hung; the message holds every rank's traceback or stack."""
 
 
-_meshes: dict[tuple[ParallelLayout, int | None], Mesh] = {}
+_meshes: dict[tuple[ParallelLayout, int | None, int], Mesh] = {}
 
 
-def mesh_for(layout: ParallelLayout, rank: int, num_kv_heads: int | None = None) -> Mesh:
+def mesh_for(
+    layout: ParallelLayout,
+    rank: int,
+    num_kv_heads: int | None = None,
+    *,
+    zero_shard_size: int = 1,
+) -> Mesh:
     """The mesh of `layout` in this worker; the last few stay for later calls.
 
     Collective over the ranks of the layout, which must be all of the pool's. Older meshes are
@@ -60,12 +66,13 @@ def mesh_for(layout: ParallelLayout, rank: int, num_kv_heads: int | None = None)
     """
     from megads.parallel.mesh import Mesh
 
-    mesh = _meshes.pop((layout, num_kv_heads), None)
+    key = layout, num_kv_heads, zero_shard_size
+    mesh = _meshes.pop(key, None)
     if mesh is None:
         while len(_meshes) >= KEPT_MESHES:
             _meshes.pop(next(iter(_meshes))).close()
-        mesh = Mesh.build(layout, rank, num_kv_heads=num_kv_heads)
-    _meshes[layout, num_kv_heads] = mesh
+        mesh = Mesh.build(layout, rank, num_kv_heads=num_kv_heads, zero_shard_size=zero_shard_size)
+    _meshes[key] = mesh
     return mesh
 
 

@@ -30,7 +30,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def spoil_gradient(rank: int, spoiled_rank: int, step: int, value: float) -> Callable[[], None]:
-    """At one step (from 1), one element of one rank's own gradients gets a value."""
+    """At one step (from 1), one element of one rank's own gradients, of a parameter of which no
+    tensor-parallel rank has a copy, gets a value."""
     from megads.zero.grads import BucketReducer, GradientBuckets
 
     reset, start, steps, done = GradientBuckets.reset, BucketReducer.start, [0], [False]
@@ -40,8 +41,9 @@ def spoil_gradient(rank: int, spoiled_rank: int, step: int, value: float) -> Cal
         reset(self)
 
     def spoiled_start(self: BucketReducer) -> None:
-        if rank == spoiled_rank and steps[0] == step and not done[0]:
-            self.sinks[0].view.view(-1)[0] = value
+        alone = [entry for entry in self.bucket.entries if entry.spec.tp_dim is not None]
+        if alone and rank == spoiled_rank and steps[0] == step and not done[0]:
+            alone[0].grad.view(-1)[0] = value
             done[0] = True
         start(self)
 
@@ -190,15 +192,23 @@ def many_small_updates(rank: int, world: int, precision: str) -> float:
     spec = ParamSpec("weight", (1,), "norm", Init("ones"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     mesh = Mesh.single()
-    buckets = build_buckets(
-        [module], [{"weight": spec}], mesh, dtype=dtype, bucket_mb=1, sequence_parallel=False
-    )
-    module.weight.data.fill_(1.0)
+    module.specs, module.units, module.unit_hooks = {"weight": spec}, {"all": ("weight",)}, None
+    buckets = build_buckets([module], mesh, dtype=dtype, bucket_numel=1000, sequence_parallel=False)
     config = OptimConfig(name="sgd", lr=1e-3, weight_decay=0.0)
-    optimizer = ZeroOptimizer(buckets, mesh, SGD(config), config, stage=0)
+    optimizer = ZeroOptimizer(
+        [module],
+        buckets,
+        mesh,
+        SGD(config),
+        config,
+        stage=0,
+        initialize=lambda entry: entry.param.data.fill_(1.0),
+    )
     for _ in range(100):
         optimizer.zero_grad()
+        optimizer.gradients.before_backward(0, is_last=True)
         module.weight.sum().backward()
+        optimizer.gradients.after_backward(0)
         optimizer.finish_gradients()
         optimizer.step(1e-3)
     return float(module.weight.detach())

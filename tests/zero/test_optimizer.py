@@ -1,148 +1,292 @@
-"""ZeRO 0 and 1 against torch's own optimizers on one dense model.
-
-The sizes include parameters smaller than the number of ranks, so some chunks hold padding only.
-"""
+"""ZeRO 0 to 3 with every kind of offload against torch's own optimizers on one dense model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megads.config.schema import OptimConfig
 from megads.kernels.reference import adamw
 from megads.optim.update import make_update_rule
 from megads.parallel import collectives
+from megads.parallel.collectives import Handle
 from megads.parallel.layout import ParallelLayout
-from megads.parallel.sharding import Init, ParamSpec
-from megads.zero.buckets import build_buckets
+from megads.parallel.mesh import Axis, Mesh
+from megads.zero.buckets import Entry, build_buckets
+from megads.zero.gather import ParamGatherer
+from megads.zero.grads import BucketReducer
+from megads.zero.memory import PAGE
 from megads.zero.optimizer import ZeroOptimizer
+from megads.zero.shards import Offload
 from tests.distributed import Workers, mesh_for
-
-SHAPES = {"a": (7,), "b": (5, 3), "c": (1,), "d": (13,), "e": (11, 17), "unused": (2, 2)}
-ROLES = {"a": "bias", "b": "matrix", "c": "norm", "d": "bias", "e": "embedding", "unused": "matrix"}
-SAMPLES, STEPS = 8, 4
-
-
-class Toy(nn.Module):
-    """A scalar loss per sample in which every parameter but one takes part, unevenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta")))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(x[:17] @ self.e.t()).sum() * self.c.sum()
-        return y + (x[:13] * self.d).pow(2).sum() + (torch.outer(x[:5], self.a[:3]) * self.b).sum()
-
-
-def values(name: str) -> Tensor:
-    return torch.randn(
-        SHAPES[name], generator=torch.Generator().manual_seed(len(name) + ord(name[0]))
-    )
-
-
-def sample(step: int, index: int) -> Tensor:
-    return torch.randn(17, generator=torch.Generator().manual_seed(1000 * step + index))
-
-
-def dense(config: OptimConfig) -> dict[str, Tensor]:
-    model = Toy()
-    params = {name: nn.Parameter(values(name)) for name in SHAPES}
-    for name, param in params.items():
-        setattr(model, name, param)
-    decays = [p for n, p in params.items() if ROLES[n] in ("matrix", "embedding")]
-    rest = [p for n, p in params.items() if ROLES[n] not in ("matrix", "embedding")]
-    groups = [
-        {"params": decays, "weight_decay": config.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    if config.name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    else:
-        for group in groups:
-            group["weight_decay"] = 0.0
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    norms = []
-    for step in range(STEPS):
-        loss = sum(model(sample(step, i)) for i in range(SAMPLES)) / SAMPLES
-        optimizer.zero_grad()
-        loss.backward()
-        params["unused"].grad = torch.zeros(SHAPES["unused"])
-        norms.append(nn.utils.clip_grad_norm_(params.values(), config.clip))
-        optimizer.step()
-    return {n: p.detach() for n, p in params.items()} | {"norms": torch.stack(norms)}
-
-
-def run(
-    rank: int, world: int, config: OptimConfig, stage: int, accumulate: int, sabotage: str
-) -> dict[str, Tensor]:
-    mesh = mesh_for(ParallelLayout(dp=world), rank)
-    model = Toy()
-    specs = {n: ParamSpec(n, SHAPES[n], ROLES[n], Init()) for n in SHAPES}
-    buckets = build_buckets(
-        [model], [specs], mesh, dtype=torch.float32, bucket_mb=400 / 2**20, sequence_parallel=False
-    )
-    assert len(buckets) > 1
-    for name, param in model.named_parameters():
-        param.data.copy_(values(name))
-    rule = make_update_rule(config, adamw)
-    optimizer = ZeroOptimizer(buckets, mesh, rule, config, stage=stage)
-    norms, per_rank = [], SAMPLES // world
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        mine = [sample(step, rank * per_rank + i) for i in range(per_rank)]
-        size = per_rank // accumulate
-        for m in range(accumulate):
-            is_last = m == accumulate - 1 and sabotage != "no reduction"
-            if sabotage == "early reduction":
-                is_last = True
-            optimizer.gradients.before_backward(0, m, is_last=is_last)
-            loss = sum(model(x) for x in mine[m * size : (m + 1) * size]) / SAMPLES
-            loss.backward()
-        if sabotage != "no reduction":
-            optimizer.finish_gradients()
-        norm = optimizer.grad_norm()
-        norms.append(norm)
-        clip = min(1.0, config.clip / (norm + 1e-6))
-        optimizer.step(config.lr, grad_divisor=1 / clip)
-    out = {n: p.detach().clone() for n, p in model.named_parameters()}
-    peers = collectives.all_gather_object(out, mesh.world)
-    assert all(torch.equal(peer[n], out[n]) for peer in peers for n in out)
-    assert all(p.grad is None for p in model.parameters())
-    owned = sum(p.numel for p in optimizer.pieces(only_owned=True, kinds=["param"]))
-    total = sum(collectives.all_gather_object(owned, mesh.world))
-    assert total == sum(torch.Size(s).numel() for s in SHAPES.values())
-    return out | {"norms": torch.tensor(norms)}
-
+from tests.training import assemble
+from tests.zero.toy import (
+    DECAYS,
+    SAMPLES,
+    SHAPES,
+    STEPS,
+    Toy,
+    dense,
+    samples,
+    values,
+    weights_in_use,
+)
 
 ADAM = OptimConfig(lr=0.05, weight_decay=0.3, clip=0.7)
 SGD = OptimConfig(name="sgd", lr=1.0, weight_decay=0.0, clip=0.5)
 HEAVY_BALL = OptimConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.0, clip=0.5)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("config", [ADAM, SGD, HEAVY_BALL], ids=["adamw", "sgd", "heavy_ball"])
-def test_equals_dense_optimizer(
-    workers: Workers, stage: int, world: int, config: OptimConfig
+class Case(NamedTuple):
+    """`shards`: ranks of a shard group, None for all; `accumulate`: microbatches of a step."""
+
+    stage: int
+    offload: str = "none"
+    shards: int | None = None
+    config: OptimConfig = ADAM
+    accumulate: int = 2
+    dtype: torch.dtype = torch.float32
+
+
+def make(rank: int, world: int, case: Case, directory: Path) -> tuple[Toy, ZeroOptimizer]:
+    """The toy, sharded, with its first weights."""
+    shards = (case.shards or world) if case.stage else 1
+    mesh = mesh_for(ParallelLayout(dp=world), rank, zero_shard_size=shards)
+    model = Toy(dtype=case.dtype)
+    buckets = build_buckets(
+        [model], mesh, dtype=case.dtype, bucket_numel=150, sequence_parallel=False
+    )
+    assert len(buckets) > 3
+
+    def initialize(entry: Entry) -> None:
+        entry.param.data.copy_(values(entry.name))
+
+    # Of each kind a page in each buffer: several pieces of a shard have to follow each other.
+    offload = Offload(case.offload, directory, 1)  # type: ignore[arg-type]
+    rule = make_update_rule(case.config, adamw)
+    return model, ZeroOptimizer(
+        [model],
+        buckets,
+        mesh,
+        rule,
+        case.config,
+        stage=case.stage,
+        initialize=initialize,
+        offload=offload,
+    )
+
+
+def run(rank: int, world: int, case: Case, directory: Path, sabotage: str = "") -> dict[str, Any]:
+    """Train; the weights in use afterwards, this rank's pieces of every kind, the norms."""
+    undo = SABOTAGE[sabotage]() if sabotage else None
+    model, optimizer = make(rank, world, case, directory)
+    try:
+        norms = [train_step(rank, world, case, model, optimizer, step) for step in range(STEPS)]
+        assert all(p.grad is None for p in model.parameters())
+        pieces = []
+        for piece in optimizer.pieces(only_owned=True):
+            with piece.opened() as data:
+                pieces.append((piece.key, piece.global_shape, piece.offset, data.clone()))
+        weights = weights_in_use(model)
+        return {"weights": weights, "pieces": pieces, "norms": torch.tensor(norms)}
+    finally:
+        if undo is not None:
+            undo()
+        optimizer.close()
+
+
+def train_step(
+    rank: int, world: int, case: Case, model: Toy, optimizer: ZeroOptimizer, step: int
+) -> float:
+    size = SAMPLES // world // case.accumulate
+    first = SAMPLES // world * rank
+    optimizer.zero_grad()
+    for m in range(case.accumulate):
+        loss = model(samples(step, range(first + m * size, first + (m + 1) * size))) / SAMPLES
+        optimizer.gradients.before_backward(0, is_last=m == case.accumulate - 1)
+        loss.backward()
+        optimizer.gradients.after_backward(0)
+    optimizer.finish_gradients()
+    norm = optimizer.grad_norm()
+    clip = min(1.0, case.config.clip / (norm + 1e-6))
+    optimizer.step(case.config.lr, grad_divisor=1 / clip)
+    return norm
+
+
+def check(per_rank: list[dict[str, Any]], case: Case) -> None:
+    """Every element is on one rank, has the dense optimizer's value, and is what ranks compute
+    with."""
+    want = dense(case.config)
+    whole = assemble([got["pieces"] for got in per_rank])
+    kinds = make_update_rule(case.config, adamw).state_names
+    assert whole.keys() == {f"{kind}/{name}" for kind in ("param", *kinds) for name in SHAPES}
+    for name in SHAPES:
+        torch.testing.assert_close(whole[f"param/{name}"], want[name], rtol=2e-5, atol=2e-6)
+    for got in per_rank:
+        torch.testing.assert_close(got["norms"], want["norms"], rtol=2e-5, atol=0)
+        for name, weight in got["weights"].items():
+            assert torch.equal(weight, whole[f"param/{name}"]), name
+    assert torch.equal(whole["param/frozen"], values("frozen")), "a frozen parameter has moved"
+    assert all(not whole[f"{kind}/frozen"].any() for kind in kinds)
+
+
+OFFLOADS = ("none", "cpu", "nvme")
+# All stages and offloads with two ranks; one microbatch or two, other rules, and other groups of
+# four ranks for some.
+CASES = [Case(stage, offload) for stage in range(4) for offload in OFFLOADS]
+CASES += [Case(0, accumulate=1), Case(1, "cpu", accumulate=1), Case(2, accumulate=4)]
+CASES += [Case(3, accumulate=1), Case(3, "nvme", accumulate=4)]
+CASES += [Case(1, "nvme", config=SGD), Case(2, "cpu", config=SGD), Case(3, config=SGD)]
+CASES += [Case(0, config=HEAVY_BALL), Case(2, config=HEAVY_BALL)]
+CASES += [Case(3, "nvme", config=HEAVY_BALL)]
+OF_FOUR = [Case(1), Case(2, "nvme"), Case(3, "cpu")]
+HYBRID = [Case(stage, "none", 2) for stage in (1, 2, 3)]
+HYBRID += [
+    Case(1, "cpu", 2),
+    Case(2, "nvme", 2),
+    Case(3, "nvme", 2, accumulate=1),
+    Case(3, "cpu", 1),
+]
+
+
+def name_of(case: Case) -> str:
+    parts = [f"zero{case.stage}", case.offload, case.config.name, f"x{case.accumulate}"]
+    return " ".join(parts if case.shards is None else [*parts, f"shards{case.shards}"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_the_dense_optimizer(workers: Workers, tmp_path: Path, case: Case) -> None:
+    check(workers(2).run(run, case, tmp_path), case)
+
+
+@pytest.mark.parametrize("case", [*OF_FOUR, *HYBRID], ids=name_of)
+def test_equals_the_dense_optimizer_on_four_ranks(
+    workers: Workers, tmp_path: Path, case: Case
 ) -> None:
-    expected = dense(config)
-    for accumulate in (1, 2):
-        for got in workers(world).run(run, config, stage, accumulate, ""):
-            for name, value in expected.items():
-                torch.testing.assert_close(
-                    got[name], value.to(got[name].dtype), rtol=2e-5, atol=2e-6
-                )
+    check(workers(4).run(run, case, tmp_path), case)
 
 
-def test_negative_control_unreduced_gradients_are_noticed(workers: Workers) -> None:
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_offload_alone(tmp_path: Path, offload: str) -> None:
+    """One process has nobody to share with, but a host and a disk."""
+    for stage in (0, 2, 3):
+        case = Case(stage, offload, accumulate=2)
+        check([run(0, 1, case, tmp_path)], case)
+
+
+def test_shards_are_streamed_in_several_pieces() -> None:
+    """Else the cases above would not say much of streaming."""
+    assert torch.Size(SHAPES["e"]).numel() // 4 > PAGE // 4
+
+
+def test_the_dense_run_tells_the_cases_apart() -> None:
+    """Clipping and weight decay matter, and some sample leaves "d" out."""
+    want = dense(ADAM)
+    assert all(norm > ADAM.clip for norm in want["norms"].tolist())
+    for name in DECAYS:
+        without = dense(ADAM.model_copy(update={"weight_decay": 0.0}))
+        assert not torch.allclose(want[name], without[name], rtol=1e-3)
+    taking_part = [
+        [bool((samples(step, range(i, i + 1))[:, 0] > 0.7).any()) for i in range(SAMPLES)]
+        for step in range(STEPS)
+    ]
+    assert any(any(part[:4]) != any(part[4:]) for part in taking_part)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_model_weights_are_the_rounded_masters(
+    workers: Workers, tmp_path: Path, stage: int, offload: str
+) -> None:
+    case = Case(stage, offload, dtype=torch.bfloat16)
+    per_rank = workers(2).run(run, case, tmp_path)
+    whole = assemble([got["pieces"] for got in per_rank])
+    for got in per_rank:
+        for name, weight in got["weights"].items():
+            assert torch.equal(weight, whole[f"param/{name}"].bfloat16()), name
+    moved = [whole[f"param/{n}"] for n in ("e", "b", "a")]
+    assert all(not torch.equal(m, m.bfloat16().float()) for m in moved), "masters have no more bits"
+
+
+def _patched(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    return lambda: setattr(owner, name, original)
+
+
+def no_reduction() -> Callable[[], None]:
+    """Every rank keeps its own gradients."""
+
+    def start(self: BucketReducer) -> None:
+        for sink in self.sinks:
+            sink.clear_if_fresh()
+        self._handle = Handle()
+
+    return _patched(BucketReducer, "start", start)
+
+
+def last_microbatch_only() -> Callable[[], None]:
+    """The shard is overwritten by each reduction."""
+    original = BucketReducer.complete
+
+    def complete(self: BucketReducer) -> None:
+        self._shard_is_fresh = True
+        original(self)
+
+    return _patched(BucketReducer, "complete", complete)
+
+
+def stale_parameters() -> Callable[[], None]:
+    """What was gathered before an update is used after it."""
+    return _patched(ParamGatherer, "release", lambda self: None)
+
+
+def no_replica_sum() -> Callable[[], None]:
+    """The sum stays within the shard group."""
+    original = collectives.all_reduce
+
+    def all_reduce(tensor: Tensor, axis: Axis, *args: Any) -> Tensor:
+        return tensor if axis.name == "replica" else original(tensor, axis, *args)
+
+    return _patched(collectives, "all_reduce", all_reduce)
+
+
+def own_norm() -> Callable[[], None]:
+    """Each rank clips by its own shards."""
+    from megads.zero import optimizer
+
+    original = optimizer.global_norm
+    return _patched(optimizer, "global_norm", lambda unique, mesh: original(unique, Mesh.single()))
+
+
+SABOTAGE = {
+    "no reduction": no_reduction,
+    "last microbatch only": last_microbatch_only,
+    "stale parameters": stale_parameters,
+    "no replica sum": no_replica_sum,
+    "own norm": own_norm,
+}
+FAULTS = [
+    ("no reduction", 2, Case(0)),
+    ("no reduction", 2, Case(3)),
+    ("last microbatch only", 2, Case(2)),
+    ("last microbatch only", 2, Case(3, "nvme")),
+    ("stale parameters", 2, Case(3)),
+    ("no replica sum", 4, Case(1, shards=2)),
+    ("no replica sum", 4, Case(3, shards=2)),
+    ("own norm", 2, Case(1)),
+]
+
+
+@pytest.mark.parametrize("fault,world,case", FAULTS)
+def test_negative_control(
+    workers: Workers, tmp_path: Path, fault: str, world: int, case: Case
+) -> None:
+    got = workers(world).run(run, case, tmp_path, fault)
     with pytest.raises(AssertionError):
-        workers(2).run(run, SGD, 0, 2, "no reduction")
-
-
-def test_negative_control_reducing_after_each_microbatch_is_noticed(workers: Workers) -> None:
-    expected = dense(SGD)
-    got = workers(2).run(run, SGD, 0, 2, "early reduction")[0]
-    assert not torch.allclose(got["e"], expected["e"], atol=1e-3)
+        check(got, case)

@@ -193,8 +193,6 @@ def test_buffers_stay_within_the_budget(tmp_path: Path, budget: int) -> None:
         fill(held)
         pieces = sum(-(-numel // held.layout.piece) for numel in NUMELS)
         assert sum(1 for _ in held.stream()) == pieces
-            -(-numel // held.layout.piece) for numel in NUMELS
-        )
 
 
 def test_the_space_is_taken_at_once(tmp_path: Path) -> None:
