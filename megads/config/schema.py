@@ -181,7 +181,7 @@ class TrainConfig(Group):
     """(start, increment, samples): begin with global batch `start`, grow by `increment` in equal
     shares of `samples` until `global_batch_size` is reached."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in the backward pass instead of kept: the attention core, or blocks."""
+    """What backward computes again instead of keeping it: the attention core, or whole blocks."""
     recompute_layers: NonNegative | None = None
     """With recompute=full, how many blocks of each model chunk, the first ones; None all."""
     nonfinite: Literal["skip", "stop"] = "stop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -59,33 +61,74 @@ class Flat:
         gaps: Sequence[slice],
         ledger: Ledger,
     ) -> None:
-        self._whole = torch.zeros(numel, dtype=dtype, device=device)
-        self.tensor = self._whole.data
-        self._storage, self._gaps, self.ledger = self._whole.untyped_storage(), gaps, ledger
-        self._nbytes = self._whole.nbytes
-        ledger.add(self.nbytes)
+        memory = _Pages if device.type == "cpu" else _Storage
+        self._memory = memory(numel, dtype, device)
+        self.tensor = self._memory.tensor.data
+        self._gaps, self.ledger = gaps, ledger
+        self._nbytes, self._is_held = self.tensor.nbytes, True
+        ledger.add(self._nbytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes held at the moment."""
-        return self._storage.nbytes()
+        return self._nbytes if self._is_held else 0
 
     def view(self, place: Placement, shape: torch.Size) -> Tensor:
         """The elements at `place`, as part of autograd's world."""
-        return self._whole[place.start : place.stop].view(shape)
+        return self._memory.tensor[place.start : place.stop].view(shape)
 
     def acquire(self) -> None:
         """Make sure that there is memory."""
-        if not self.nbytes:
-            self._storage.resize_(self._nbytes)
-            self.ledger.add(self.nbytes)
-            for gap in self._gaps:
-                self.tensor[gap].zero_()
+        if self._is_held:
+            return
+        self._memory.take()
+        self._is_held = True
+        self.ledger.add(self._nbytes)
+        for gap in self._gaps:
+            self.tensor[gap].zero_()
 
     def release(self) -> None:
         """Give the memory back."""
-        self.ledger.add(-self.nbytes)
-        self._storage.resize_(0)
+        if self._is_held:
+            self.ledger.add(-self._nbytes)
+            self._is_held = False
+            self._memory.give_back()
+
+
+class _Storage:
+    """Memory of a device: its allocator keeps what is given back for the next who asks."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self._nbytes = self.tensor.nbytes
+
+    def take(self) -> None:
+        self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def give_back(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+
+class _Pages:
+    """Memory of the host, mapped for this tensor alone.
+
+    The C library would keep what is given back, in pieces that the next bucket does not fit into:
+    three gigabytes in a model of 0.8 billion parameters.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._pages = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._pages, dtype=dtype)
+
+    def take(self) -> None:
+        """Pages come when they are touched."""
+
+    def give_back(self) -> None:
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass

@@ -228,7 +228,8 @@ def _host_buffer(nbytes: int) -> Tensor:
     """fp32 memory at a page boundary; pinned where there is a GPU to copy to and from."""
     if torch.cuda.is_available():
         return torch.zeros(nbytes // 4, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 def _reserve(directory: Path, nbytes: int) -> int:
