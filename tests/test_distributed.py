@@ -69,7 +69,7 @@ def test_hang_is_a_failure_with_the_stack(workers) -> None:
     start = time.monotonic()
     with pytest.raises(RemoteFailure, match="did not finish within 1 s") as failure:
         workers(2).run(_sleep_on_one, timeout=1.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert "in _sleep_on_one" in str(failure.value)
 
 

@@ -91,11 +91,16 @@ def test_one_failure_ends_all_and_its_traceback_comes_first(tmp_path: Path) -> N
     start = time.monotonic()
     with pytest.raises(WorkerFailure) as failure:
         launch_local(compose(), 3, [WORKLOAD, "fail", str(tmp_path)])
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     lines = str(failure.value).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-2] == "ValueError: the first thing that went wrong"
-    assert lines[-1] == "rank 1 failed with exit status 1; rank 0 failed after it"
+    # A busy machine may be too slow for rank 0 to fail by itself before it is ended.
+    ends = (
+        "rank 1 failed with exit status 1",
+        "rank 1 failed with exit status 1; rank 0 failed after it",
+    )
+    assert lines[-1] in ends
     assert failure.value.exit_status == 1
     assert not _alive(tmp_path)
 

@@ -74,6 +74,11 @@ FIELDS = {
     "loss_scale",
     "skipped",
     "peak_memory_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "host_bytes",
+    "file_bytes",
 }
 
 
@@ -88,6 +93,7 @@ def test_one_line_per_logged_step_and_evaluation(
     assert all(set(line) == FIELDS for line in steps)
     assert all(line["mfu"] is None for line in steps), "the peak of this CPU is not known"
     assert all(line["peak_memory_bytes"] > 50e6 for line in steps)
+    assert all(2 * line["parameter_bytes"] == line["optimizer_bytes"] > 0 for line in steps)
     evaluations = [line for line in lines if "val_loss" in line]
     assert [line["step"] for line in evaluations] == [3, 6, 7]
     for line in evaluations:
