@@ -5,6 +5,7 @@ Two ranks train the toy; what is looked at is where memory is and which collecti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tests.distributed import Workers, mesh_for
 
 WIDTH, UNITS = 11, 6
 NAMES = tuple(f"u{n}" for n in range(UNITS))
-NEIGHBOURS = {(a,) for a in NAMES} | set(zip(NAMES, NAMES[1:], strict=False))
+NEIGHBOURS = {(a,) for a in NAMES} | set(itertools.pairwise(NAMES))
 CONFIG = OptimConfig(lr=0.01, weight_decay=0.1)
 
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from megads.config.schema import OptimConfig
 from megads.kernels.reference import adamw
 from megads.optim.update import make_update_rule
-from megads.parallel import collectives
-from megads.parallel.collectives import Handle
 from megads.parallel.layout import ParallelLayout
-from megads.parallel.mesh import Axis, Mesh
 from megads.zero.buckets import Entry, build_buckets
-from megads.zero.gather import ParamGatherer
-from megads.zero.grads import BucketReducer
 from megads.zero.memory import PAGE
 from megads.zero.optimizer import ZeroOptimizer
 from megads.zero.shards import Offload
 from tests.distributed import Workers, mesh_for
 from tests.training import assemble
+from tests.zero.faults import spoil
 from tests.zero.toy import (
     DECAYS,
     SAMPLES,
@@ -83,7 +77,7 @@ def make(rank: int, world: int, case: Case, directory: Path) -> tuple[Toy, ZeroO
 
 def run(rank: int, world: int, case: Case, directory: Path, sabotage: str = "") -> dict[str, Any]:
     """Train; the weights in use afterwards, this rank's pieces of every kind, the norms."""
-    undo = SABOTAGE[sabotage]() if sabotage else None
+    undo = spoil(rank, sabotage) if sabotage else None
     model, optimizer = make(rank, world, case, directory)
     try:
         norms = [train_step(rank, world, case, model, optimizer, step) for step in range(STEPS)]
@@ -213,64 +207,6 @@ def test_model_weights_are_the_rounded_masters(
     assert all(not torch.equal(m, m.bfloat16().float()) for m in moved), "masters have no more bits"
 
 
-def _patched(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    return lambda: setattr(owner, name, original)
-
-
-def no_reduction() -> Callable[[], None]:
-    """Every rank keeps its own gradients."""
-
-    def start(self: BucketReducer) -> None:
-        for sink in self.sinks:
-            sink.clear_if_fresh()
-        self._handle = Handle()
-
-    return _patched(BucketReducer, "start", start)
-
-
-def last_microbatch_only() -> Callable[[], None]:
-    """The shard is overwritten by each reduction."""
-    original = BucketReducer.complete
-
-    def complete(self: BucketReducer) -> None:
-        self._shard_is_fresh = True
-        original(self)
-
-    return _patched(BucketReducer, "complete", complete)
-
-
-def stale_parameters() -> Callable[[], None]:
-    """What was gathered before an update is used after it."""
-    return _patched(ParamGatherer, "release", lambda self: None)
-
-
-def no_replica_sum() -> Callable[[], None]:
-    """The sum stays within the shard group."""
-    original = collectives.all_reduce
-
-    def all_reduce(tensor: Tensor, axis: Axis, *args: Any) -> Tensor:
-        return tensor if axis.name == "replica" else original(tensor, axis, *args)
-
-    return _patched(collectives, "all_reduce", all_reduce)
-
-
-def own_norm() -> Callable[[], None]:
-    """Each rank clips by its own shards."""
-    from megads.zero import optimizer
-
-    original = optimizer.global_norm
-    return _patched(optimizer, "global_norm", lambda unique, mesh: original(unique, Mesh.single()))
-
-
-SABOTAGE = {
-    "no reduction": no_reduction,
-    "last microbatch only": last_microbatch_only,
-    "stale parameters": stale_parameters,
-    "no replica sum": no_replica_sum,
-    "own norm": own_norm,
-}
 FAULTS = [
     ("no reduction", 2, Case(0)),
     ("no reduction", 2, Case(3)),
