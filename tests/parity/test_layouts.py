@@ -1,6 +1,7 @@
-"""The curve of a run does not depend on its layout: loss and gradient norm, 20 steps, fp32.
+"""The curve of a run does not depend on its layout: loss and gradient norm, fp32.
 
-The single process is itself held against a dense oracle in test_dense_oracle.py.
+Ten steps each; `tests.parity.command_line` makes the same table with twenty, by the command. The
+single process is itself held against a dense oracle in test_dense_oracle.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from megads.config.schema import Config
 from tests import training
 from tests.distributed import Workers
 from tests.training import FAMILIES, assert_same_curve, run_training, tiny_config, write_tokens
 
+STEPS = 10
 SP = "parallel.sequence_parallel=true"
 LAYOUTS: dict[str, list[str]] = {
     "tp2": ["parallel=tp2"],
@@ -49,13 +52,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
+def short(directory: Path, data: str, family: str, *overrides: str) -> Config:
+    """A run whose schedule is made for more steps than it takes."""
+    return tiny_config(directory, data, family, f"train.steps={STEPS}", *overrides)
+
+
 @pytest.fixture(scope="module")
 def single(
     tmp_path_factory: pytest.TempPathFactory, data: str, workers: Workers
 ) -> dict[str, list[dict[str, Any]]]:
     curves = {}
     for family in FAMILIES:
-        config = tiny_config(tmp_path_factory.mktemp("single"), data, family)
+        config = short(tmp_path_factory.mktemp("single"), data, family)
         curves[family] = run_training(workers, config)
     return curves
 
@@ -69,8 +77,8 @@ PAIRS += [(f, x) for f in ("bloom", "neox") for x in SOME]
 def test_same_curve(
     tmp_path: Path, data: str, workers: Workers, single: dict[str, Any], family: str, layout: str
 ) -> None:
-    got = run_training(workers, tiny_config(tmp_path, data, family, *LAYOUTS[layout]))
-    assert len(got) == 20
+    got = run_training(workers, short(tmp_path, data, family, *LAYOUTS[layout]))
+    assert len(got) == STEPS
     assert_same_curve(got, single[family])
     losses = training.column(got, "loss")
     assert losses[-3:].mean() < losses[:3].mean(), "nothing was learned: the check would be empty"
@@ -199,7 +207,7 @@ def test_negative_control(
     tmp_path: Path, data: str, workers: Workers, single: dict[str, Any], fault: str
 ) -> None:
     layout, spoil, args = FAULTS[fault]
-    config = tiny_config(tmp_path, data, "gpt", *LAYOUTS[layout])
+    config = short(tmp_path, data, "gpt", *LAYOUTS[layout])
     got = run_training(workers, config, spoil, *args)
     with pytest.raises(AssertionError):
         assert_same_curve(got, single["gpt"], rtol=1e-4)

@@ -1,7 +1,8 @@
 """The curve of a run depends on no ZeRO stage and on no place of its state.
 
 Buckets and streaming buffers are so small that every unit has buckets of its own and every shard
-several pieces. The single process is itself held against a dense oracle in test_dense_oracle.py.
+several pieces. Ten steps each; `tests.parity.command_line zero` makes the whole product with
+twenty, by the command. The single process is held against a dense oracle in test_dense_oracle.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tests.training import (
 from tests.zero.faults import spoil
 
 # A key bias has no gradient but for rounding, which Adam would make large with the usual eps.
+STEPS = 10
 COMMON = [
+    f"train.steps={STEPS}",
     "checkpoint.save_last=true",
     "optim.eps=1e-4",
 ]
@@ -101,7 +104,7 @@ def single(
     for family in ("gpt", "llama"):
         directory = tmp_path_factory.mktemp(family)
         curve = run_training(workers, tiny_config(directory, data, family, *COMMON))
-        made[family] = Single(curve, read_checkpoint(directory / "checkpoints/step-20"))
+        made[family] = Single(curve, read_checkpoint(directory / f"checkpoints/step-{STEPS}"))
     return made
 
 
@@ -111,9 +114,9 @@ def test_same_curve_and_state(
 ) -> None:
     config = tiny_config(tmp_path, data, case.family, *COMMON, *case.overrides)
     got, want = run_training(workers, config), single[case.family]
-    assert len(got) == 20
+    assert len(got) == STEPS
     assert_same_curve(got, want.curve)
-    tensors = read_checkpoint(tmp_path / "checkpoints/step-20")
+    tensors = read_checkpoint(tmp_path / f"checkpoints/step-{STEPS}")
     assert tensors.keys() == want.tensors.keys()
     for key, tensor in tensors.items():
         torch.testing.assert_close(tensor, want.tensors[key], rtol=1e-6, atol=1e-6, msg=key)
@@ -125,15 +128,15 @@ def test_kv_heads_with_copies(
     tmp_path: Path, data: str, workers: Workers, layout: str, offload: str
 ) -> None:
     """Both tensor-parallel ranks hold the one KV head."""
-    options = [*COMMON, "model.num_kv_heads=1", "train.steps=10"]
+    options = [*COMMON, "model.num_kv_heads=1"]
     want = run_training(workers, tiny_config(tmp_path / "single", data, "llama", *options))
     case = Case(layout, offload, 2)
     got = run_training(
         workers, tiny_config(tmp_path / "zero", data, "llama", *options, *case.overrides)
     )
     assert_same_curve(got, want)
-    tensors = read_checkpoint(tmp_path / "single/checkpoints/step-10")
-    for key, tensor in read_checkpoint(tmp_path / "zero/checkpoints/step-10").items():
+    tensors = read_checkpoint(tmp_path / f"single/checkpoints/step-{STEPS}")
+    for key, tensor in read_checkpoint(tmp_path / f"zero/checkpoints/step-{STEPS}").items():
         torch.testing.assert_close(tensor, tensors[key], rtol=1e-6, atol=1e-6, msg=key)
 
 
