@@ -26,8 +26,8 @@ from tests.training import (
 )
 from tests.zero.faults import spoil
 
-# A key bias has no gradient but for rounding, which Adam would make large with the usual eps.
 STEPS = 10
+# A key bias has no gradient but for rounding, which Adam would make large with the usual eps.
 COMMON = [
     f"train.steps={STEPS}",
     "checkpoint.save_last=true",
