@@ -40,16 +40,18 @@ def main() -> None:
 
 def _launch(config: Config) -> int:
     """Check and prepare everything that needs no worker, then run the workers."""
-    from megads.config.validate import check, make_run_dir
+    from megads.config.directories import make_directories
+    from megads.config.validate import check
     from megads.data.prepare import prepare_data
     from megads.launch.local import handed_over, launch_local
-    from megads.launch.world import check_fits, local_layout
+    from megads.launch.world import check_disk, check_fits, local_layout
 
     machine = this_machine()
     layout = local_layout(config, machine)
     check(config, layout.world_size)
     check_fits(config, layout, machine, sys.argv[1:])
-    make_run_dir(config)
+    make_directories(config)
+    check_disk(config, layout)
     logging.basicConfig(format="megads-train: %(message)s")
     logging.getLogger("megads.data").setLevel(logging.INFO)
     prepare_data(config)
@@ -59,7 +61,8 @@ def _launch(config: Config) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     """One rank's run, from its configuration to its exit status."""
-    from megads.config.validate import check, make_run_dir
+    from megads.config.directories import make_directories
+    from megads.config.validate import check
     from megads.launch.local import received
 
     config = received(arguments)
@@ -70,7 +73,7 @@ def _train(arguments: Sequence[str]) -> int:
     info = rank_info(config.launch.backend)
     assert info is not None
     check(config, info.world_size)
-    make_run_dir(config)
+    make_directories(config)
     from megads.parallel.start import start_process_group, stop_process_group
     from megads.train.loop import train
 

@@ -162,7 +162,7 @@ class ParallelConfig(Group):
     """Where a rank keeps optimizer state, master weights and summed gradients: on the device, in
     host memory, or (gradients in host memory) in a file. Under stage 3 the parameters too."""
     offload_path: str | None = None
-    """Directory on a local disk for `offload=nvme`; None: run.dir/offload."""
+    """Directory on a local disk for `offload=nvme`; None: run.dir."""
     offload_budget_mb: PositiveFloat = 512.0
     """Host memory in MiB of each rank through which `offload=nvme` streams its state."""
     bucket_mb: PositiveFloat = 32.0

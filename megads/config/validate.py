@@ -6,12 +6,11 @@ single value are in the schema; what only the machine can tell (devices, memory)
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from megads.config.data_files import data_problems
+from megads.config.directories import directory_problems
 from megads.config.schema import (
     COMPILED_OPERATIONS,
     Config,
@@ -41,7 +40,8 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _sequence(config)
     problems += _kernels(config)
     problems += _optimizer(config)
-    problems += _evaluation_and_output(config)
+    problems += _evaluation_and_checkpoints(config)
+    problems += directory_problems(config)
     problems += data_problems(config)
     return problems
 
@@ -72,23 +72,6 @@ def fill_layout(config: Config, devices: int) -> ParallelLayout:
     parallel = config.parallel
     dp = parallel.dp or max(1, devices // (parallel.tp * parallel.pp))
     return ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=dp)
-
-
-def make_run_dir(config: Config) -> Path:
-    """Create `run.dir` and see that files can be written there.
-
-    Raises ConfigError with the system's reason.
-    """
-    directory = Path(config.run.dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={config.run.dir}: cannot be written: {error.strerror}"
-        ) from None
-    return directory
 
 
 def valid_tensor_parallel_sizes(model: ModelConfig) -> list[int]:
@@ -278,7 +261,7 @@ def _optimizer(config: Config) -> Iterator[str]:
         )
 
 
-def _evaluation_and_output(config: Config) -> Iterator[str]:
+def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
     data, checkpoint = config.data, config.checkpoint
     if config.eval.every and not data.valid_paths and not data.valid_fraction:
         yield (
@@ -289,9 +272,3 @@ def _evaluation_and_output(config: Config) -> Iterator[str]:
         yield f"checkpoint.keep={checkpoint.keep}: must be -1 (all) or 1 or more"
     if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
         yield f"checkpoint.load={checkpoint.load}: there is no such directory"
-    directory = Path(config.run.dir).absolute()
-    existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
-    if not existing.is_dir():
-        yield f"run.dir={config.run.dir}: {existing} is not a directory"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"run.dir={config.run.dir}: {existing} is not writable"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Sequence
 
+from megads.config.directories import offload_directory
 from megads.config.schema import Config
 from megads.config.validate import fill_layout
-from megads.errors import LayoutError
+from megads.errors import ConfigError, LayoutError
 from megads.launch.machine import Machine
 from megads.parallel.layout import ParallelLayout
-from megads.train.memory import world_state_bytes
+from megads.train.memory import world_states
 
 PROCESS_BYTES = 350 * 10**6
 """What one worker takes before it holds any model: interpreter, torch, communication buffers."""
@@ -49,7 +51,7 @@ def check_fits(
         return
     if config.launch.backend == "nccl":
         raise LayoutError(_refusal(layout, arguments, "has no GPU", gpus=0))
-    states = world_state_bytes(config, layout)
+    states, _ = world_states(config, layout)
     needed = states + world * PROCESS_BYTES
     if machine.free_bytes is not None and needed > machine.free_bytes:
         processes = f"{world} process{'es' * (world > 1)}"
@@ -60,6 +62,24 @@ def check_fits(
             f"{_gb(machine.free_bytes)} is free"
         )
         raise LayoutError(_refusal(layout, arguments, has, gpus=0))
+
+
+def check_disk(config: Config, layout: ParallelLayout) -> None:
+    """Raise ConfigError when the directory of state files has no room for those of all ranks.
+
+    It exists. Each rank takes its own space when it starts; here nothing has started yet.
+    """
+    _, needed = world_states(config, layout)
+    if not needed:
+        return
+    directory = offload_directory(config)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise ConfigError(
+            f"parallel.offload_path={directory}: the optimizer state of "
+            f"{layout.world_size} processes needs {_gb(needed)}, {_gb(free)} is free; give a "
+            f"directory on another disk"
+        )
 
 
 def _refusal(layout: ParallelLayout, arguments: Sequence[str], has: str, *, gpus: int) -> str:

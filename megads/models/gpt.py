@@ -105,7 +105,8 @@ class GPTStage(nn.Module):
             axis=self._tp,
             kernel=self._kernels.cross_entropy,
         )
-        return after_unit(HEAD_UNIT, loss, self.unit_hooks)
+        after_unit(HEAD_UNIT, loss, self.unit_hooks)
+        return loss
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Logits of a chunk with the head, `[batch, seq, vocab_size]` on every tp rank; no

@@ -28,7 +28,7 @@ def before_unit(unit: str, hooks: UnitHooks | None) -> None:
         hooks.before_forward(unit)
 
 
-def after_unit(unit: str, output: Tensor, hooks: UnitHooks | None) -> Tensor:
+def after_unit(unit: str, output: Tensor, hooks: UnitHooks | None) -> None:
     """Mark the only output of `unit`, whose gradient is where the unit's backward begins."""
     if hooks is not None and torch.is_grad_enabled() and output.requires_grad:
 
@@ -36,4 +36,3 @@ def after_unit(unit: str, output: Tensor, hooks: UnitHooks | None) -> Tensor:
             hooks.before_backward(unit)
 
         output.register_hook(announce)
-    return output

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megads.checkpoint.store import CheckpointStore
+from megads.config.directories import offload_directory
 from megads.config.schema import Config
 from megads.config.validate import resolve_layout
 from megads.data.loader import TokenLoader, open_loader
@@ -225,7 +226,7 @@ def build_optimizer(
         initialize=initialize,
         offload=Offload(
             parallel.offload,
-            Path(parallel.offload_path or Path(config.run.dir) / "offload"),
+            offload_directory(config),
             offload_budget(config),
         ),
     )

@@ -34,10 +34,12 @@ def predict_states(config: Config, layout: ParallelLayout, stage: int) -> StateM
     )
 
 
-def world_state_bytes(config: Config, layout: ParallelLayout) -> int:
-    """Bytes of the model states in the memory of all ranks together, devices and hosts."""
+def world_states(config: Config, layout: ParallelLayout) -> tuple[int, int]:
+    """Bytes of the model states of all ranks together: in memory of devices and hosts, in files."""
     stages = [predict_states(config, layout, stage) for stage in range(layout.pp)]
-    return sum(s.device.total + s.host.total for s in stages) * layout.tp * layout.dp
+    ranks = layout.tp * layout.dp
+    memory = sum(s.device.total + s.host.total for s in stages) * ranks
+    return memory, sum(s.file for s in stages) * ranks
 
 
 def shard_size(config: Config, dp: int) -> int:

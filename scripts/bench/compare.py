@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from summary import summarize, table
 from tokens import write_random_tokens
 
 MIN_CLEAN_STEPS = 2
+FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s\],\"]+/)+")
+"""The folders of an absolute path."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -189,7 +192,8 @@ def _write(args: argparse.Namespace, runs: list[Run]) -> None:
         settings = {key: str(value) for key, value in vars(args).items()} | {"cores": CORES}
         lines = [asdict(line) for line in summarize(runs, args.warmup)]
         content = {"settings": settings, "summary": lines, "runs": [asdict(run) for run in runs]}
-        args.out.write_text(json.dumps(content, indent=1))
+        # Of this machine's paths only the names say something elsewhere.
+        args.out.write_text(FOLDERS.sub("", json.dumps(content, indent=1)))
 
 
 if __name__ == "__main__":

@@ -83,9 +83,9 @@ def test_a_scalar_is_one_piece():
     assert tiling_problem((), [])
 
 
-def test_thousands_of_pieces_are_quick():
-    """A matrix over tp=8 columns and dp=256 flat ranges."""
-    boxes = [((r, c * 16), (1, 16)) for r in range(1500) for c in range(8)]
+def test_many_pieces_are_quick():
+    """A matrix over tp=8 columns and many flat ranges; looking at all pairs would take minutes."""
+    boxes = [((r, c * 16), (1, 16)) for r in range(6000) for c in range(8)]
     start = time.perf_counter()
-    assert tiling_problem((1500, 128), boxes) is None
-    assert time.perf_counter() - start < 30.0
+    assert tiling_problem((6000, 128), boxes) is None
+    assert time.perf_counter() - start < 20.0

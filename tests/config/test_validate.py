@@ -1,5 +1,6 @@
 import functools
 import os
+import re
 import time
 
 import pytest
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 
 from megads.config.compose import compose
 from megads.config.decode import decode
+from megads.config.directories import make_directories, offload_directory
 from megads.config.schema import Config
 from megads.config.validate import (
     check,
-    make_run_dir,
     resolve_layout,
     valid_tensor_parallel_sizes,
     validate,
@@ -256,7 +257,7 @@ def test_run_dir_below_a_file(tmp_path):
     (found,) = problems(f"run.dir={directory}")
     assert found == f"run.dir={directory}: {tmp_path / 'file'} is not a directory"
     with pytest.raises(ConfigError, match="cannot be written"):
-        make_run_dir(changed(f"run.dir={directory}"))
+        make_directories(changed(f"run.dir={directory}"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -266,13 +267,23 @@ def test_run_dir_without_permission(tmp_path):
     assert "is not writable" in found
 
 
-def test_make_run_dir(tmp_path):
+@pytest.mark.parametrize("key", ["run.dir", "parallel.offload_path"])
+def test_directories_are_made_and_probed_before_anything_starts(tmp_path, key):
+    other = f" run.dir={tmp_path / 'run'} parallel.offload=nvme" if key != "run.dir" else ""
     directory = tmp_path / "a" / "b"
-    assert make_run_dir(changed(f"run.dir={directory}")) == directory
+    make_directories(changed(f"{key}={directory}{other}"))
     assert directory.is_dir() and not list(directory.iterdir())
     if os.path.isdir("/proc/self"):
-        with pytest.raises(ConfigError, match=r"run\.dir=/proc/self/x: cannot be written"):
-            make_run_dir(changed("run.dir=/proc/self/x"))
+        message = rf"{re.escape(key)}=/proc/self/x: cannot be written"
+        with pytest.raises(ConfigError, match=message):
+            make_directories(changed(f"{key}=/proc/self/x{other}"))
+
+
+def test_state_files_lie_in_the_run_directory_unless_told_otherwise(tmp_path):
+    config = changed(f"run.dir={tmp_path}")
+    assert offload_directory(config) == tmp_path
+    config = changed(f"run.dir={tmp_path} parallel.offload=nvme parallel.offload_path=/x")
+    assert str(offload_directory(config)) == "/x"
 
 
 @given(

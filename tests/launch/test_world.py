@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -9,9 +10,10 @@ import pytest
 
 from megads.config.compose import compose
 from megads.config.schema import Config
-from megads.errors import LayoutError
+from megads.errors import ConfigError, LayoutError
 from megads.launch.machine import Machine
-from megads.launch.world import check_fits, local_layout
+from megads.launch.world import check_disk, check_fits, local_layout
+from megads.parallel.layout import ParallelLayout
 
 CPU = Machine(gpus=0, cores=4, free_bytes=8 * 10**9)
 EIGHT_GPUS = Machine(gpus=8, cores=64, free_bytes=8 * 10**9)
@@ -86,3 +88,15 @@ def test_deciding_needs_no_torch() -> None:
         "check_fits(c, local_layout(c, m), m, []); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_state_files_that_do_not_fit_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["parallel=dp4zero3", "parallel.offload=nvme", f"parallel.offload_path={tmp_path}"]
+    config, layout = compose(words), ParallelLayout(dp=4)
+    check_disk(config, layout)
+    usage = shutil.disk_usage(tmp_path)._replace(free=2 * 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"of 4 processes needs 0\.0 GB") as refusal:
+        check_disk(config, layout)
+    assert f"parallel.offload_path={tmp_path}" in str(refusal.value)
+    check_disk(compose(["parallel=dp4zero3"]), layout)

@@ -141,8 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=["layouts", "resume", "zero"])
     parser.add_argument("--families", nargs="+", default=["gpt", "llama"], choices=FAMILIES)
-    parser.add_argument("--only", nargs="+", default=[], choices=[*LAYOUTS, *SHARDED])
+    parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT")
     arguments = parser.parse_args()
+    known = {"layouts": list(LAYOUTS), "zero": SHARDED, "resume": []}[arguments.table]
+    if unknown := [name for name in arguments.only if name not in known]:
+        parser.error(f"{arguments.table} has no {', '.join(unknown)}; it has {', '.join(known)}")
     bad = 0
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)

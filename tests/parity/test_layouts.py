@@ -18,6 +18,7 @@ from megads.config.schema import Config
 from tests import training
 from tests.distributed import Workers
 from tests.training import FAMILIES, assert_same_curve, run_training, tiny_config, write_tokens
+from tests.zero.faults import patched, spoil
 
 STEPS = 10
 SP = "parallel.sequence_parallel=true"
@@ -116,12 +117,6 @@ def test_initial_weights_are_bitwise_equal(
 # Each fault below is one that keeps a falling, plausible loss; the curve must show it.
 
 
-def _patched(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    return lambda: setattr(owner, name, original)
-
-
 def skip_copies(rank: int, kind: str) -> Callable[[], None]:
     """Gradients of parameters of one kind are not summed over their copies."""
     from megads.zero.grads import BucketReducer
@@ -131,18 +126,7 @@ def skip_copies(rank: int, kind: str) -> Callable[[], None]:
     def copies(self: BucketReducer, which: Any) -> Any:
         return iter(()) if which == kind else original(self, which)
 
-    return _patched(BucketReducer, "copies", copies)
-
-
-def skip_reduction(rank: int) -> Callable[[], None]:
-    """Data-parallel ranks keep their own gradients."""
-    from megads.parallel.collectives import Handle
-    from megads.zero.grads import BucketReducer
-
-    def start(self: BucketReducer) -> None:
-        self._handle = Handle()
-
-    return _patched(BucketReducer, "start", start)
+    return patched(BucketReducer, "copies", copies)
 
 
 def forget_microbatches(rank: int) -> Callable[[], None]:
@@ -157,7 +141,7 @@ def forget_microbatches(rank: int) -> Callable[[], None]:
                 reducer._forget()
         original(self, chunk, is_last=is_last)
 
-    return _patched(GradientBuckets, "before_backward", before_backward)
+    return patched(GradientBuckets, "before_backward", before_backward)
 
 
 def mean_of_means(rank: int) -> Callable[[], None]:
@@ -165,7 +149,7 @@ def mean_of_means(rank: int) -> Callable[[], None]:
     from megads.train import step
 
     original = step.count_loss_tokens
-    return _patched(
+    return patched(
         step,
         "count_loss_tokens",
         lambda microbatches, mesh: original(microbatches, mesh) // mesh.dp.size,
@@ -181,30 +165,21 @@ def same_samples(rank: int) -> Callable[[], None]:
     def batches(self: TokenLoader, *args: int) -> Any:
         return original(self, *args[:-1], 0)
 
-    return _patched(TokenLoader, "batches", batches)
-
-
-def local_norm(rank: int) -> Callable[[], None]:
-    """Each rank clips by the norm of what it holds."""
-    from megads.parallel.mesh import Mesh
-    from megads.zero import optimizer
-
-    original = optimizer.global_norm
-    return _patched(optimizer, "global_norm", lambda unique, mesh: original(unique, Mesh.single()))
+    return patched(TokenLoader, "batches", batches)
 
 
 FAULTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "norms partial": ("tp2 sp", skip_copies, ("tp_partial",)),
     "tied embedding partial": ("pp2", skip_copies, ("tied",)),
     "kv heads partial": ("tp4 with 2 kv heads", skip_copies, ("kv",)),
-    "no data-parallel sum": ("dp2", skip_reduction, ()),
-    "no data-parallel sum zero1": ("dp4zero1 small buckets", skip_reduction, ()),
+    "no data-parallel sum": ("dp2", spoil, ("no reduction",)),
+    "no data-parallel sum zero1": ("dp4zero1 small buckets", spoil, ("no reduction",)),
     "accumulation lost": ("micro batch 1", forget_microbatches, ()),
     "mean of means": ("dp2", mean_of_means, ()),
     "same samples": ("dp2", same_samples, ()),
-    "norm of a stage": ("pp2", local_norm, ()),
-    "norm of a tp rank": ("tp2", local_norm, ()),
-    "norm of a zero shard": ("tp2dp2zero1", local_norm, ()),
+    "norm of a stage": ("pp2", spoil, ("own norm",)),
+    "norm of a tp rank": ("tp2", spoil, ("own norm",)),
+    "norm of a zero shard": ("tp2dp2zero1", spoil, ("own norm",)),
 }
 
 
@@ -212,8 +187,8 @@ FAULTS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 def test_negative_control(
     tmp_path: Path, data: str, workers: Workers, single: dict[str, Any], fault: str
 ) -> None:
-    layout, spoil, args = FAULTS[fault]
+    layout, fault_of, args = FAULTS[fault]
     config = short(tmp_path, data, "gpt", *LAYOUTS[layout])
-    got = run_training(workers, config, spoil, *args)
+    got = run_training(workers, config, fault_of, *args)
     with pytest.raises(AssertionError):
         assert_same_curve(got, single["gpt"], rtol=1e-4)

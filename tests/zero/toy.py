@@ -52,7 +52,8 @@ class Toy(nn.Module):
         """The sum over samples, the rows of `x`."""
         x = x.to(self.e.dtype)
         self._begin("embedding")
-        h = after_unit("embedding", torch.tanh(x @ self.e.t() / 8), self.unit_hooks)
+        h = torch.tanh(x @ self.e.t() / 8)
+        after_unit("embedding", h, self.unit_hooks)
         self._begin("middle")
         y = h[:, :5, None] * self.a[:3] * self.b + h[:, 5:20].view(-1, 5, 3)
         after_unit("middle", y, self.unit_hooks)
@@ -62,7 +63,9 @@ class Toy(nn.Module):
         some = x[x[:, 0] > 0.7, :13]
         if len(some):
             loss = loss + (some * self.d).pow(2).sum()
-        return after_unit("head", loss.float(), self.unit_hooks)
+        loss = loss.float()
+        after_unit("head", loss, self.unit_hooks)
+        return loss
 
     def _begin(self, unit: str) -> None:
         before_unit(unit, self.unit_hooks)
