@@ -108,6 +108,12 @@ def test_loaded_weights_are_the_masters(tmp_path: Path, data: str, workers: Work
         ("dp2zero3", "nvme", "bf16"),
         ("dp2zero1", "nvme", "fp16"),
         ("dp2", "cpu", "bf16"),
+        ("dp2", "none", "fp32"),
+        ("dp2", "none", "bf16"),
+        ("dp2", "none", "fp16"),
+        ("dp2zero1", "none", "fp32"),
+        ("dp2zero1", "none", "bf16"),
+        ("dp2zero1", "none", "fp16"),
     ]
     for number, (layout, offload, precision) in enumerate(forms):
         config = tiny_config(
