@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from megads.checkpoint.tiling import tiling_problem
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"

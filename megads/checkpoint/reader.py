@@ -11,7 +11,7 @@ from megads.checkpoint import io
 from megads.checkpoint.directory import read_manifest
 from megads.checkpoint.manifest import Manifest, TensorEntry, model_differences
 from megads.checkpoint.reshard import Read, plan_reads
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
 from megads.parallel.pieces import TensorPiece
 

@@ -27,7 +27,7 @@ from megads.checkpoint.writer import (
     state_digests,
     write_share,
 )
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
 from megads.parallel.collectives import all_gather_object
 from megads.parallel.mesh import Axis

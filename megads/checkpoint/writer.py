@@ -15,7 +15,7 @@ from megads.checkpoint import io
 from megads.checkpoint.directory import sync_directory
 from megads.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry, piece_name
 from megads.checkpoint.reshard import PieceInfo
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
 from megads.parallel.pieces import TensorPiece
 

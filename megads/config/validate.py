@@ -11,13 +11,8 @@ from pathlib import Path
 
 from megads.config.data_files import data_problems
 from megads.config.directories import directory_problems
-from megads.config.schema import (
-    COMPILED_OPERATIONS,
-    Config,
-    KernelsConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from megads.config.model import ModelConfig
+from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig, OptimConfig
 from megads.config.stages import stage_problems
 from megads.errors import ConfigError, LayoutError
 from megads.parallel.layout import ParallelLayout

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.kernels.api import Kernels
 from megads.models.tokens import TokenGrid
 from megads.parallel.mesh import Axis

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.parallel.sharding import Edge, Init, ParamSpec, Part
 
 WORD_EMBEDDING = "embedding.word.weight"

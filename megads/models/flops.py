@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 
 BACKWARD_PER_FORWARD = 2
 """Each forward product has two in backward: for its input and for its weight."""

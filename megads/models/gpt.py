@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.kernels.api import Kernels
 from megads.kernels.types import AttentionPattern
 from megads.models.block import Block

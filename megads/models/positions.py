@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megads.config.schema import ModelConfig, RopeScaling
+from megads.config.model import ModelConfig, RopeScaling
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:

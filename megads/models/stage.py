@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models.families import HEAD, WORD_EMBEDDING, param_specs
 from megads.parallel.sharding import ParamSpec
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.config.stages import stage_problems
 from megads.errors import LayoutError
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megads.checkpoint.directory import find_checkpoint, read_manifest
 from megads.checkpoint.manifest import Manifest
 from megads.checkpoint.reader import fill_pieces
-from megads.config.schema import KernelsConfig, ModelConfig
+from megads.config.model import ModelConfig
+from megads.config.schema import KernelsConfig
 from megads.data.tokenizer import Tokenizer, load_tokenizer
 from megads.errors import CheckpointError, ConfigError
 from megads.kernels.api import select_kernels

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megads.checkpoint import store
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.parallel.mesh import Axis
 
 MODEL = ModelConfig(

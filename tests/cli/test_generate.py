@@ -7,7 +7,7 @@ import torch
 
 from megads.checkpoint.store import CheckpointStore
 from megads.cli.generate import main
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models.families import param_specs
 from megads.parallel.mesh import Axis
 from megads.parallel.pieces import TensorPiece

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 import megads
-from megads.config import schema
+from megads.config import model, schema
 from megads.config.directories import offload_directory
 from megads.config.keys import group_of, leaf_keys
 from megads.config.schema import Config, KernelsConfig
@@ -108,7 +108,7 @@ def unread(sources: list[str]) -> list[str]:
 def sources() -> list[str]:
     """All of the package but the configuration, of which what derives values counts as well."""
     files = [f for f in sorted(PACKAGE.rglob("*.py")) if f.parent != PACKAGE / "config"]
-    derived = [inspect.getsource(part) for part in (fill_layout, offload_directory, schema)]
+    derived = [inspect.getsource(part) for part in (fill_layout, offload_directory, model, schema)]
     return [*(f.read_text() for f in files), *derived]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 
 SEQ = 24
 VOCAB = 101

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.config.schema import KernelsConfig, ModelConfig
+from megads.config.model import ModelConfig
+from megads.config.schema import KernelsConfig
 from megads.kernels.api import select_kernels
 from megads.models.families import param_specs
 from megads.models.gpt import GPTStage

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models.families import param_count
 from megads.models.flops import (
     device_peak_tflops,

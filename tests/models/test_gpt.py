@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models.families import param_specs
 from megads.parallel.batch import MicroBatch
 from megads.parallel.layout import ParallelLayout

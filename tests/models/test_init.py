@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models import init
 from megads.models.families import param_specs
 from megads.models.init import initialize_parameter

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models.positions import RotaryTable, alibi_slopes, rotary_frequencies
 
 

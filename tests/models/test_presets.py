@@ -6,7 +6,7 @@ import pytest
 
 from megads.config.compose import compose
 from megads.config.files import config_dir
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.models.families import param_count
 
 # Exact counts. BLOOM: "Model details" of the model cards bigscience/<name>. LLaMA, Mistral, Qwen:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.config.schema import ModelConfig, OptimConfig
+from megads.config.model import ModelConfig
+from megads.config.schema import OptimConfig
 
 
 def logits(w: dict[str, Tensor], c: ModelConfig, ids: Tensor) -> Tensor:

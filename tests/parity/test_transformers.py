@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.parallel.batch import MicroBatch
 from tests.distributed import Workers
 from tests.models.huggingface import FAMILIES, SEQ

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.errors import LayoutError
 from megads.pipeline.partition import (
     estimate_cost,

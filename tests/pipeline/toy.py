@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.parallel.batch import MicroBatch
 from megads.parallel.layout import ParallelLayout
 from megads.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import megads
 from megads.checkpoint.store import CheckpointStore
-from megads.config.schema import ModelConfig
+from megads.config.model import ModelConfig
 from megads.errors import CheckpointError, ConfigError
 from megads.models.families import param_specs
 from megads.parallel.mesh import Axis
