@@ -71,6 +71,9 @@ class TrainConfig(Group):
     """What backward computes again instead of keeping it: the attention core, or whole blocks."""
     recompute_layers: NonNegative | None = None
     """With recompute=full, how many blocks of each model chunk, the first ones; None all."""
+    offload_activations: bool = False
+    """Keep what blocks save for backward in host memory meanwhile; with recompute=full that is
+    each block's input alone."""
     nonfinite: Literal["skip", "stop"] = "stop"
     """What a non-finite loss or gradient norm does. fp16 overflows are always skipped."""
 
@@ -172,6 +175,8 @@ class LoggingConfig(Group):
 
     every: Positive = 1
     """Steps between lines of metrics.jsonl and of the console."""
+    activations: bool = False
+    """Measure what forward passes keep for backward ones, which costs a little time."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one device in TFLOP/s, for MFU; None looks the device up."""
 

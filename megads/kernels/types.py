@@ -24,6 +24,11 @@ class AttentionPattern:
         self.slopes = tuple(slopes) if slopes is not None else None
         self._made: tuple[tuple[object, ...], Tensor] | None = None
 
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The bias that is kept."""
+        return (self._made[1],) if self._made is not None else ()
+
     def is_plain_causal(self, seq: int) -> bool:
         """Whether nothing but causality applies at this sequence length."""
         return self.slopes is None and not self.windowed(seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from megads.models.block import Block
 from megads.models.context import BuildContext, Pass, recomputed
 from megads.models.families import HEAD
 from megads.models.positions import RotaryTable, alibi_slopes
+from megads.models.saved import SavedTensors
 from megads.models.stage import EMBEDDING_UNIT, HEAD_UNIT, Chunk, stage_specs, stage_units
 from megads.models.tokens import TokenGrid
 from megads.parallel.batch import MicroBatch
@@ -39,6 +41,7 @@ class GPTStage(nn.Module):
     `specs`: the ParamSpec of every name in `named_parameters()`.
     `dropout_rng`: to be seeded before each forward pass when anything is dropped.
     `recompute_layers`: with recompute "full", how many blocks, the first ones (None: all).
+    `saved`: who sees what is kept for backward passes, the same for all chunks of a rank.
     `units`: names of the parameters that each unit reads, in forward order.
     `unit_hooks`: who is told before a unit is computed, if anyone.
     """
@@ -53,6 +56,7 @@ class GPTStage(nn.Module):
         sequence_parallel: bool,
         recompute: str,
         recompute_layers: int | None = None,
+        saved: SavedTensors | None = None,
         dtype: torch.dtype,
         device: torch.device | str = "meta",
     ) -> None:
@@ -63,6 +67,7 @@ class GPTStage(nn.Module):
         self._recomputed_blocks = all_or_some if recompute == "full" else 0
         self.specs = stage_specs(config, plan)
         self.dropout_rng = DropoutRng(mesh.tp.index)
+        self._saved = saved or SavedTensors()
         self._rotary = RotaryTable(config) if config.position == "rope" else None
         context = BuildContext(
             config,
@@ -75,9 +80,9 @@ class GPTStage(nn.Module):
             device,
         )
         self.embedding = Embedding(context) if plan.has_embedding else None
-        pattern = attention_pattern(config, mesh.tp)
+        self._pattern = attention_pattern(config, mesh.tp)
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(layer, pattern, context) for layer in plan.layers}
+            {str(layer): Block(layer, self._pattern, context) for layer in plan.layers}
         )
         self.final_norm = context.norm("final_norm") if plan.has_head else None
         self.head: VocabParallelEmbedding | None = None
@@ -89,13 +94,18 @@ class GPTStage(nn.Module):
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Run the chunk on a microbatch.
 
-        `hidden`: `[seq, batch, hidden]` (`[seq / tp, ...]` under sequence parallelism) from the
-        chunk before, ignored by the first. Returns the same from a chunk without the head; with it
-        the fp32 sum over tokens of loss_mask x cross entropy, the same on all tp ranks.
+        `hidden`: `[tokens, hidden]` (`[tokens / tp, ...]` under sequence parallelism) from the
+        chunk before, in the order of TokenGrid; ignored by the first. Returns the same from a chunk
+        without the head; with it the fp32 sum over tokens of loss_mask x cross entropy, the same on
+        all tp ranks.
         """
+        with self._saved.of_pass(self.parameters(), self._tables):
+            return self._forward(hidden, batch)
+
+    def _forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         x, grid = self._run(hidden, batch)
         if self.final_norm is None:
-            return grid.contiguous(x)
+            return x
         mask = batch.loss_mask
         loss = vocab_parallel_cross_entropy(
             self._local_logits(x),
@@ -131,15 +141,17 @@ class GPTStage(nn.Module):
         elif hidden is None:
             raise ValueError("a chunk without the embedding needs hidden states")
         else:
-            x = grid.flatten(hidden)
+            x = hidden
         recomputes = self.training and torch.is_grad_enabled()
-        for number, (layer, block) in enumerate(self.blocks.items()):
-            before_unit(f"blocks.{layer}", hooks)
-            if recomputes and number < self._recomputed_blocks:
-                x = recomputed(block, x, at)
-            else:
-                x = block(x, at)
-            after_unit(f"blocks.{layer}", x, hooks)
+        shared = at.rotary or ()
+        with self._saved.of_blocks(self.parameters(), self._tables, shared):
+            for number, (layer, block) in enumerate(self.blocks.items()):
+                before_unit(f"blocks.{layer}", hooks)
+                if recomputes and number < self._recomputed_blocks:
+                    x = recomputed(block, x, at)
+                else:
+                    x = block(x, at)
+                after_unit(f"blocks.{layer}", x, hooks)
         if self.final_norm is not None:
             before_unit(HEAD_UNIT, hooks)
         return x, grid
@@ -153,6 +165,16 @@ class GPTStage(nn.Module):
             tables = self._rotary(grid.seq, dtype=parameter.dtype, device=parameter.device)
             rotary = (grid.repeat(tables[0]), grid.repeat(tables[1]))
         return Pass(grid, rotary, self.dropout_rng.key if drops else None)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables made so far: rotary cosines and sines, attention biases."""
+        return sum(table.untyped_storage().nbytes() for table in self._tables())
+
+    def _tables(self) -> Iterator[Tensor]:
+        yield from self._pattern.made
+        if self._rotary is not None:
+            yield from self._rotary.made
 
     def _local_logits(self, x: Tensor) -> Tensor:
         """This rank's columns `[tokens, padded_vocab / tp]`, of the whole sequence."""

@@ -37,6 +37,11 @@ class RotaryTable:
         self._config = config
         self._made: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The tables that are kept."""
+        return self._made[1] if self._made is not None else ()
+
     def __call__(
         self, seq: int, *, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -12,7 +11,7 @@ from torch import Tensor
 class TokenGrid:
     """Maps between matrices of tokens and `[seq, batch, ...]`.
 
-    Inside a stage activations are contiguous matrices. Under sequence parallelism the rows go
+    Activations, between stages too, are contiguous matrices. Under sequence parallelism the rows go
     through the sequence first, so that ranks hold runs of positions; otherwise (`batch_first`)
     each sequence's rows are together, the order in which attention kernels write, and nothing has
     to be transposed.
@@ -35,13 +34,6 @@ class TokenGrid:
     def flatten(self, x: Tensor) -> Tensor:
         """`[seq, batch, width]` -> `[tokens, width]`; a view when the memory is in this order."""
         return (x.transpose(0, 1) if self.batch_first else x).reshape(-1, x.shape[-1])
-
-    def contiguous(self, x: Tensor) -> Tensor:
-        """`[tokens, width]` -> `[seq, batch, width]` in fresh or the same memory, never a view of
-        another tensor, so that its memory can be given back once it was sent."""
-        if self.batch_first and self.batch > 1 and x.shape[0] > self.batch:
-            return self.unflatten(x).contiguous()
-        return torch.ops.aten._unsafe_view(x, (-1, self.batch, x.shape[-1]))
 
     def repeat(self, table: Tensor) -> Tensor:
         """`[seq, width]`, a row per position -> `[tokens, width]`."""

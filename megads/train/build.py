@@ -21,6 +21,7 @@ from megads.launch.env import RankInfo
 from megads.models.families import param_count
 from megads.models.gpt import GPTStage
 from megads.models.init import initialize_parameter
+from megads.models.saved import SavedTensors
 from megads.optim.lr import learning_rate
 from megads.optim.scaler import LossScaler
 from megads.optim.update import make_update_rule
@@ -49,6 +50,7 @@ class RunParts:
     plan: StagePlan
     modules: list[GPTStage]
     executor: PipelineExecutor
+    saved: SavedTensors
     optimizer: ZeroOptimizer
     scaler: LossScaler
     rampup: BatchRampup
@@ -138,7 +140,10 @@ def build(config: Config, info: RankInfo) -> RunParts:
         config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split
     )
     kernels, backends = select_kernels(config.kernels, mesh.device, dtype)
-    modules = build_modules(config, plan, mesh, kernels, dtype)
+    saved = SavedTensors(
+        counts=config.logging.activations, offloads=config.train.offload_activations
+    )
+    modules = build_modules(config, plan, mesh, kernels, dtype, saved)
     optimizer = build_optimizer(config, modules, mesh, kernels, dtype)
     # No rng is built: dropout, like initial weights, is seeded by where it happens.
     state = TrainState(run_id=collectives.broadcast_object(secrets.token_hex(4), mesh.world))
@@ -152,6 +157,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
         plan=plan,
         modules=modules,
         executor=executor,
+        saved=saved,
         optimizer=optimizer,
         scaler=LossScaler(config.precision),
         rampup=BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size),
@@ -166,7 +172,12 @@ def build(config: Config, info: RankInfo) -> RunParts:
 
 
 def build_modules(
-    config: Config, plan: StagePlan, mesh: Mesh, kernels: Kernels, dtype: torch.dtype
+    config: Config,
+    plan: StagePlan,
+    mesh: Mesh,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    saved: SavedTensors,
 ) -> list[GPTStage]:
     """This rank's model chunks, without memory for their parameters yet."""
     modules = []
@@ -179,6 +190,7 @@ def build_modules(
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.train.recompute,
             recompute_layers=config.train.recompute_layers,
+            saved=saved,
             dtype=dtype,
             device="meta",
         )
@@ -245,7 +257,7 @@ def build_executor(
 
     def activation_shape(microbatch: MicroBatch) -> tuple[int, ...]:
         batch, seq = microbatch.tokens.shape
-        return (seq // shards, batch, config.model.hidden_size)
+        return (batch * seq // shards, config.model.hidden_size)
 
     def before_forward(chunk: int, microbatch: MicroBatch) -> None:
         modules[chunk].dropout_rng.seed(config.train.seed, state.step, microbatch.index)

@@ -15,8 +15,9 @@ from megads.parallel.collectives import synchronize
 from megads.train.build import RunParts, build
 from megads.train.checkpointing import resume, save
 from megads.train.evaluate import evaluate
-from megads.train.metrics import device_name, memory_report
+from megads.train.metrics import device_name
 from megads.train.step import StepResult, train_step
+from megads.train.usage import memory_report
 
 
 def train(config: Config, info: RankInfo) -> int:
@@ -107,7 +108,7 @@ def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
             "mfu": tflops / peak if peak else None,
             "loss_scale": result.loss_scale,
             "skipped": parts.scaler.skipped,
-            **memory_report(parts.optimizer.memory(), parts.mesh),
+            **memory_report(parts),
         },
         config.train.steps,
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from megads.config.schema import Config, OptimConfig
+from megads.models.activations import Kept, PassSize, kept_bytes, table_bytes
 from megads.models.stage import stage_specs, stage_units
 from megads.parallel.layout import ParallelLayout
 from megads.parallel.sharding import ParamSpec
 from megads.pipeline.partition import ChunkPlan, plan_stages
+from megads.pipeline.schedule import build_schedule
 from megads.zero.memory import StateMemory, predict_memory
 from megads.zero.partition import BucketPlan, Item, plan_buckets
 
@@ -18,9 +23,7 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 def predict_states(config: Config, layout: ParallelLayout, stage: int) -> StateMemory:
     """Bytes of the model states on a rank of pipeline stage `stage`; equal for all of its ranks."""
     parallel = config.parallel
-    chunks = plan_stages(
-        config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split
-    ).chunks_of(stage)
+    chunks = _chunks(config, layout, stage)
     plans, reads = _buckets(config, layout, chunks)
     return predict_memory(
         plans,
@@ -32,6 +35,54 @@ def predict_states(config: Config, layout: ParallelLayout, stage: int) -> StateM
         moments=count_moments(config.optim),
         budget=offload_budget(config),
     )
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Bytes kept for backward passes, at most at a time on one rank. `tables`: made once."""
+
+    device: int
+    host: int
+    tables: int
+
+
+def predict_activations(
+    config: Config, layout: ParallelLayout, stage: int, *, device: Literal["cpu", "cuda"]
+) -> ActivationMemory:
+    """What the forward passes of pipeline stage `stage` keep for backward, at most at a time.
+
+    Counted as `SavedTensors` does, with the `torch` kernels; the schedule says which microbatches
+    are under way at once. Working memory of the operations themselves comes on top.
+    """
+    train, parallel = config.train, config.parallel
+    size = PassSize(
+        train.micro_batch_size,
+        train.seq_length,
+        layout.tp,
+        parallel.sequence_parallel,
+        ITEM_BYTES[config.precision.name],
+        train.recompute,
+        train.recompute_layers,
+        device,
+    )
+    chunks = _chunks(config, layout, stage)
+    kept = [kept_bytes(config.model, chunk, size) for chunk in chunks]
+    microbatches = train.global_batch_size // (train.micro_batch_size * layout.dp)
+    actions = build_schedule(parallel.schedule, layout.pp, parallel.chunks, microbatches)[stage]
+    passes = [(action.op, kept[action.chunk]) for action in actions if action.op in ("F", "B")]
+    tables = sum(table_bytes(config.model, chunk, size) for chunk in chunks)
+    if not train.offload_activations:
+        return ActivationMemory(_peak(passes, lambda k: k.blocks + k.rest), 0, tables)
+    on_host = _peak(passes, lambda k: k.copied)
+    return ActivationMemory(_peak(passes, lambda k: k.rest), on_host, tables)
+
+
+def _peak(passes: Sequence[tuple[str, Kept]], nbytes: Callable[[Kept], int]) -> int:
+    now = peak = 0
+    for op, kept in passes:
+        now += nbytes(kept) if op == "F" else -nbytes(kept)
+        peak = max(peak, now)
+    return peak
 
 
 def world_states(config: Config, layout: ParallelLayout) -> tuple[int, int]:
@@ -62,6 +113,14 @@ def count_moments(optim: OptimConfig) -> int:
     if optim.name == "adamw":
         return 2
     return 1 if optim.momentum else 0
+
+
+def _chunks(config: Config, layout: ParallelLayout, stage: int) -> tuple[ChunkPlan, ...]:
+    parallel = config.parallel
+    plan = plan_stages(
+        config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split
+    )
+    return plan.chunks_of(stage)
 
 
 def _buckets(

@@ -20,10 +20,6 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from megads.parallel import collectives
-from megads.parallel.mesh import Mesh
-from megads.zero.memory import StateMemory
-
 Value = float | int | bool | str | None
 
 
@@ -188,41 +184,6 @@ def _drop_torn_line(path: Path) -> None:
                 file.truncate(content.rfind(b"\n") + 1)
 
 
-def memory_report(states: StateMemory, mesh: Mesh) -> dict[str, Value]:
-    """Memory of the rank that uses most of it, by kind, each in bytes. A collective call.
-
-    `peak_memory_bytes` is everything: the resident set on the CPU, the allocator's peak on a GPU.
-    The kinds are model states: on the device, then on the host and in a file if offloaded.
-    """
-    on_gpu = mesh.device.type == "cuda"
-    values = {
-        "peak_memory_bytes": (
-            torch.cuda.max_memory_allocated(mesh.device) if on_gpu else _resident_peak()
-        ),
-        "parameter_bytes": states.device.parameters,
-        "gradient_bytes": states.device.gradients,
-        "optimizer_bytes": states.device.optimizer,
-        "host_bytes": states.host.total,
-        "file_bytes": states.file,
-    }
-    most = torch.tensor(list(values.values()), dtype=torch.float64, device=mesh.device)
-    collectives.all_reduce(most, mesh.world, "max")
-    return {key: int(value) for key, value in zip(values, most.tolist(), strict=True)}
-
-
 def device_name(device: torch.device) -> str:
     """The marketing name of a GPU; "cpu" otherwise."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _resident_peak() -> int:
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource  # not on every system
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from megads.parallel.ledger import Ledger
 from megads.parallel.mesh import Mesh
 from megads.parallel.sharding import ParamSpec
 from megads.parallel.units import UnitHooks
@@ -27,21 +28,6 @@ class ShardedModule(Protocol):
     specs: dict[str, ParamSpec]
     units: dict[str, tuple[str, ...]]
     unit_hooks: UnitHooks | None
-
-
-class Ledger:
-    """Bytes that flat buffers of one kind hold, now and at most."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def restart(self) -> None:
-        """Forget the peak so far."""
-        self.peak = self.now
 
 
 class Flat:

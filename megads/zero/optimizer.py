@@ -12,9 +12,10 @@ from megads.config.schema import OptimConfig
 from megads.optim.clip import global_norm
 from megads.optim.update import UpdateRule
 from megads.parallel import collectives
+from megads.parallel.ledger import Ledger
 from megads.parallel.mesh import Mesh
 from megads.parallel.pieces import TensorPiece
-from megads.zero.buckets import Bucket, Ledger, ShardedModule
+from megads.zero.buckets import Bucket, ShardedModule
 from megads.zero.gather import ParamGatherer
 from megads.zero.grads import BucketReducer, GradientBuckets
 from megads.zero.memory import StateMemory, Usage

@@ -48,6 +48,7 @@ class Row:
     dp: int = 1
     micro_batch: int = 2
     num_microbatches: int = 1
+    offload: str = "none"
 
     @property
     def global_batch(self) -> int:
@@ -65,8 +66,13 @@ def _megatron_core(*mode: str) -> Peer:
     return Peer("megatron-core", "megatron_peer.py", ("--sdpa", "1", "--mode", *mode))
 
 
-def _deepspeed(stage: int) -> Peer:
-    return Peer(f"deepspeed-z{stage}", "ds.py", ("--zero", str(stage)))
+def _deepspeed(stage: int, offload: str = "none") -> Peer:
+    return Peer(f"deepspeed-z{stage}", "ds.py", ("--zero", str(stage), "--offload", offload))
+
+
+def _offloaded(stage: int, offload: str) -> Row:
+    name, layout = f"dp2-z{stage}-{offload}", f"dp2zero{stage}"
+    return Row(name, layout, (_deepspeed(stage, offload),), dp=2, offload=offload)
 
 
 def _pipelines(size: Size) -> tuple[Peer, ...]:
@@ -87,6 +93,8 @@ def rows(size: Size) -> dict[str, Row]:
     single = _torch("single.py", "nano", "hf", "hf-gelutanh", "nano-compile", "hf-compile")
     zero0 = (*_torch("dp.py", "ddp", "ddp-compile"), _deepspeed(0), _megatron_core("dp"))
     zero1 = (*_torch("dp.py", "zero1"), _deepspeed(1), _megatron_core("dp-dist"))
+    zero2 = (*_torch("dp.py", "fsdp2-z2"), _deepspeed(2))
+    zero3 = (*_torch("dp.py", "fsdp2"), _deepspeed(3))
     tensor = (
         Peer("dtensor", "tp.py"),
         Peer("dtensor-compile", "tp.py", ("--compile",), eager=False),
@@ -96,6 +104,10 @@ def rows(size: Size) -> dict[str, Row]:
         Row("single", "tp1", single, world=1),
         Row("dp2-z0", "dp2", zero0, dp=2),
         Row("dp2-z1", "dp2zero1", zero1, dp=2),
+        Row("dp2-z2", "dp2zero2", zero2, dp=2),
+        Row("dp2-z3", "dp2zero3", zero3, dp=2),
+        *(_offloaded(stage, "cpu") for stage in (1, 2, 3)),
+        _offloaded(3, "nvme"),
         Row("tp2", "tp2", tensor),
         Row("pp2", "pp2", _pipelines(size), micro_batch=1, num_microbatches=8),
     )
@@ -179,6 +191,7 @@ def megads_command(
         "model.activation": "gelu_tanh",
         "model.tie_embeddings": "true",
         "parallel": row.layout,
+        "parallel.offload": row.offload,
         "precision": dtype,
         "train.steps": steps,
         "train.seq_length": size.seq,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megads.data.indexed import IndexedTokens, TokenWriter, dtype_for_vocab, exists, write_index
 from megads.errors import DataError
-from tests.data.cases import case
+from tests.cases import case
 
 FOREIGN = [
     "data/synth_u16",

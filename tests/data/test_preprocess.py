@@ -11,7 +11,7 @@ from megads.cli.preprocess import main
 from megads.data.indexed import IndexedTokens
 from megads.data.preprocess import PreprocessStats, preprocess
 from megads.errors import DataError
-from tests.data.cases import case
+from tests.cases import case
 
 LONG = "long " * 2000
 

@@ -14,7 +14,7 @@ from megads.data.tokenizer import (
     require_eod,
 )
 from megads.errors import DataError
-from tests.data.cases import case
+from tests.cases import case
 
 
 def random_texts(count: int) -> list[str]:

@@ -14,6 +14,7 @@ from megads.config.schema import KernelsConfig
 from megads.kernels.api import select_kernels
 from megads.models.families import param_specs
 from megads.models.gpt import GPTStage
+from megads.models.saved import SavedTensors
 from megads.parallel.batch import MicroBatch
 from megads.parallel.layout import ParallelLayout
 from megads.parallel.mesh import Mesh
@@ -74,6 +75,7 @@ def make_stage(
     sequence_parallel: bool = False,
     recompute: str = "none",
     recompute_layers: int | None = None,
+    saved: SavedTensors | None = None,
     kernels: str = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> GPTStage:
@@ -88,6 +90,7 @@ def make_stage(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
         recompute_layers=recompute_layers,
+        saved=saved,
         dtype=dtype,
         device="cpu",
     )
@@ -127,6 +130,29 @@ def run_rank(
     loss.backward()
     grads = {stage.specs[n].name: p.grad for n, p in stage.named_parameters()}
     return Outcome(logits, loss.detach(), grads)  # type: ignore[arg-type]
+
+
+def with_dropout(
+    rank: int,
+    world_size: int,
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    batches: list[MicroBatch],
+    options: dict[str, Any],
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and summed gradients of two microbatches, both forward passes first, as a pipeline
+    interleaves them; the global generator is moved on between."""
+    mesh = mesh_for(ParallelLayout(tp=world_size), rank) if world_size > 1 else Mesh.single()
+    stage = make_stage(config, weights, mesh, **options)
+    losses = []
+    for batch in batches:
+        stage.dropout_rng.seed(1234, 7, batch.index)
+        losses.append(stage(None, batch))
+        torch.rand(3)
+    for loss in losses:
+        loss.backward()
+    grads = {stage.specs[n].name: p.grad for n, p in stage.named_parameters()}
+    return [loss.detach() for loss in losses], grads  # type: ignore[return-value]
 
 
 def assemble_gradients(

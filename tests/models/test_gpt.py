@@ -1,4 +1,4 @@
-"""Stages: pieces of a model make the whole, recomputation and dropout are invisible."""
+"""Stages: pieces of a model make the whole; dropout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch import Tensor
 
 from megads.config.model import ModelConfig
 from megads.models.families import param_specs
-from megads.parallel.batch import MicroBatch
-from megads.parallel.layout import ParallelLayout
 from megads.parallel.mesh import Mesh
-from tests.distributed import Workers, mesh_for
+from tests.distributed import Workers
 from tests.models.stages import (
     Chunk,
     assemble_gradients,
@@ -24,6 +22,7 @@ from tests.models.stages import (
     random_weights,
     run_rank,
     whole,
+    with_dropout,
 )
 
 BASE = {
@@ -106,7 +105,7 @@ def test_chunks_make_the_whole(variant: str, cuts: list[int]) -> None:
     for stage in stages:
         entered = None if hidden is None else hidden.detach().requires_grad_()
         if hidden is not None and entered is not None:
-            assert hidden.shape == (SEQ, 3, 24) and hidden.is_contiguous()
+            assert hidden.shape == (SEQ * 3, 24) and hidden.is_contiguous()
             boundaries.append((hidden, entered))
         hidden = stage(entered, batch)
     assert hidden is not None
@@ -123,83 +122,6 @@ def test_chunks_make_the_whole(variant: str, cuts: list[int]) -> None:
     expected = run_rank(0, 1, config, weights, batch, {})
     torch.testing.assert_close(loss.detach(), expected.loss)
     assert_gradients_close(grads, expected.grads)
-
-
-def with_dropout(
-    rank: int,
-    world_size: int,
-    config: ModelConfig,
-    weights: dict[str, Tensor],
-    batches: list[MicroBatch],
-    options: dict[str, Any],
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses and summed gradients of two microbatches, both forward passes first, as a pipeline
-    interleaves them; the global generator is moved on between."""
-    mesh = mesh_for(ParallelLayout(tp=world_size), rank) if world_size > 1 else Mesh.single()
-    stage = make_stage(config, weights, mesh, **options)
-    losses = []
-    for batch in batches:
-        stage.dropout_rng.seed(1234, 7, batch.index)
-        losses.append(stage(None, batch))
-        torch.rand(3)
-    for loss in losses:
-        loss.backward()
-    grads = {stage.specs[n].name: p.grad for n, p in stage.named_parameters()}
-    return [loss.detach() for loss in losses], grads  # type: ignore[return-value]
-
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute": "selective"},
-    "some": {"recompute": "full", "recompute_layers": 1},
-    "full": {"recompute": "full"},
-}
-
-
-@pytest.mark.parametrize("recompute", ["selective", "some", "full"])
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("variant", ["gpt", "llama", "neox"])
-def test_recomputation_changes_no_bit(
-    workers: Workers, variant: str, tp: int, sp: bool, recompute: str
-) -> None:
-    config = config_of(variant, num_layers=2, hidden_dropout=0.5, attention_dropout=0.5)
-    batches = [random_batch(config, batch=2, seq=SEQ, seed=i) for i in range(2)]
-    batches[1].index = 1
-    results = []
-    for how in ("none", recompute):
-        options = {**RECOMPUTE[how], "sequence_parallel": sp}
-        arguments = (config, random_weights(config), batches, options)
-        results.append(
-            [with_dropout(0, 1, *arguments)]
-            if tp == 1
-            else workers(tp).run(with_dropout, *arguments)
-        )
-    for plain, again in zip(*results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
-        for name, grad in plain[1].items():
-            assert torch.equal(grad, again[1][name]), name
-
-
-def test_recomputation_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the above: the modes do differ in what they keep."""
-    config = config_of("gpt", num_layers=3, attention_dropout=0.5)
-    batch = random_batch(config, batch=2, seq=SEQ)
-    kept = {}
-    for recompute, options in RECOMPUTE.items():
-        stage = make_stage(config, random_weights(config), Mesh.single(), **options)
-        stage.dropout_rng.seed(1)
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            if tensor.grad_fn is not None or not tensor.requires_grad:
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            stage(None, batch)
-        kept[recompute] = sum(sizes.values())
-    assert kept["full"] < kept["selective"] < kept["none"]
-    assert kept["none"] - kept["some"] == pytest.approx((kept["none"] - kept["full"]) / 3)
 
 
 def test_dropout_differs_by_microbatch_and_is_off_in_eval() -> None:

@@ -23,16 +23,24 @@ from megads.config.schema import Config
 from megads.config.validate import resolve_layout, validate
 from megads.kernels.api import select_kernels
 from megads.models.families import param_count, param_specs
+from megads.models.gpt import GPTStage
+from megads.models.saved import SavedTensors
 from megads.parallel import collectives
 from megads.parallel.batch import MicroBatch
 from megads.parallel.layout import ParallelLayout
 from megads.parallel.mesh import Axis, Mesh
 from megads.pipeline.partition import plan_stages
+from megads.pipeline.schedule import build_schedule
 from megads.train.build import DTYPES, build_modules, build_optimizer
-from megads.train.memory import predict_states, shard_size
+from megads.train.memory import (
+    ActivationMemory,
+    predict_activations,
+    predict_states,
+    shard_size,
+)
 from megads.zero.memory import StateMemory
-from megads.zero.optimizer import ZeroOptimizer
-from tests.training import FAMILIES, tiny_config, write_tokens
+from tests.distributed import Workers
+from tests.training import FAMILIES, run_training, tiny_config, world_size, write_tokens
 
 CONFIGURATIONS = 200
 
@@ -85,42 +93,49 @@ def mesh_of(layout: ParallelLayout, rank: int, kv_heads: int, shard: int) -> Mes
     )
 
 
-def measured(config: Config, layout: ParallelLayout, rank: int) -> StateMemory:
-    """Build one rank and run two microbatches and an update of it."""
+def measured(
+    config: Config, layout: ParallelLayout, rank: int
+) -> tuple[StateMemory, ActivationMemory]:
+    """Build one rank, run the passes of its schedule and an update."""
     dtype, model = DTYPES[config.precision.name], config.model
     mesh = mesh_of(layout, rank, model.num_kv_heads, shard_size(config, layout.dp))
     kernels, _ = select_kernels(config.kernels, mesh.device, dtype)
     plan = plan_stages(model, layout.pp, config.parallel.chunks, config.train.seq_length)
-    modules = build_modules(config, plan, mesh, kernels, dtype)
+    saved = SavedTensors(counts=True, offloads=config.train.offload_activations)
+    modules = build_modules(config, plan, mesh, kernels, dtype, saved)
     optimizer = build_optimizer(config, modules, mesh, kernels, dtype)
     optimizer.zero_grad()
-    for microbatch in range(2):
-        for chunk in reversed(range(len(modules))):
-            run_chunk(config, optimizer, modules, mesh, chunk, is_last=microbatch == 1)
+    train, parallel = config.train, config.parallel
+    microbatches = train.global_batch_size // (train.micro_batch_size * layout.dp)
+    schedule = build_schedule(parallel.schedule, layout.pp, parallel.chunks, microbatches)
+    actions = [action for action in schedule[mesh.pp.index] if action.op in ("F", "B")]
+    outputs = {}
+    for number, (op, chunk, microbatch) in enumerate(actions):
+        if op == "F":
+            outputs[chunk, microbatch] = forward(config, modules[chunk], mesh)
+        else:
+            out = outputs.pop((chunk, microbatch))
+            is_last = all(a.op == "F" or a.chunk != chunk for a in actions[number + 1 :])
+            optimizer.gradients.before_backward(chunk, is_last=is_last)
+            out.backward(torch.ones_like(out))
+            optimizer.gradients.after_backward(chunk)
     optimizer.finish_gradients()
     optimizer.step(0.1)
     used = optimizer.memory()
     optimizer.close()
-    return used
+    tables = sum(module.table_bytes for module in modules)
+    return used, ActivationMemory(saved.device.peak, saved.host.peak, tables)
 
 
-def run_chunk(
-    config: Config,
-    optimizer: ZeroOptimizer,
-    modules: list[Any],
-    mesh: Mesh,
-    chunk: int,
-    *,
-    is_last: bool,
-) -> None:
-    seq, dtype = config.train.seq_length, DTYPES[config.precision.name]
-    tokens = torch.zeros(1, seq, dtype=torch.int64)
-    local = seq // mesh.tp.size if config.parallel.sequence_parallel else seq
-    hidden = torch.randn(local, 1, config.model.hidden_size).to(dtype).requires_grad_()
-    out = modules[chunk](hidden, MicroBatch(tokens, tokens, None, 0))
-    optimizer.gradients.before_backward(chunk, is_last=is_last)
-    out.backward(torch.ones_like(out))
-    optimizer.gradients.after_backward(chunk)
+def forward(config: Config, module: GPTStage, mesh: Mesh) -> Tensor:
+    train, dtype = config.train, DTYPES[config.precision.name]
+    tokens = torch.zeros(train.micro_batch_size, train.seq_length, dtype=torch.int64)
+    shards = mesh.tp.size if config.parallel.sequence_parallel else 1
+    rows = train.micro_batch_size * train.seq_length // shards
+    hidden = torch.randn(rows, config.model.hidden_size).to(dtype).requires_grad_()
+    module.dropout_rng.seed(1, 2, 3)
+    out: Tensor = module(hidden, MicroBatch(tokens, tokens.clone(), None, 0))
+    return out
 
 
 def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
@@ -150,6 +165,24 @@ def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
             "ffn_hidden_size": 4 * draw.randrange(1, 20),
             "vocab_size": draw.choice((97, 101, 263)),
         }
+        heads, kv = draw.choice(((4, 2), (4, 4), (8, 2)))
+        values["model"] |= {"num_attention_heads": heads, "num_kv_heads": kv}
+        if values["model"]["activation"] != "swiglu":
+            values["model"]["activation"] = draw.choice(("gelu", "relu", "geglu"))
+        values["model"] |= {
+            "attention_window": draw.choice((None, None, 5)),
+            "hidden_dropout": draw.choice((0.0, 0.0, 0.1)),
+            "attention_dropout": draw.choice((0.0, 0.0, 0.1)),
+        }
+        values["train"] |= {
+            "micro_batch_size": draw.choice((1, 2)),
+            "recompute": draw.choice(("none", "none", "selective", "full")),
+            "offload_activations": draw.random() < 0.3,
+        }
+        if values["train"]["recompute"] == "full":
+            values["train"]["recompute_layers"] = draw.choice((None, 1))
+        if chunks == 1:
+            values["parallel"]["schedule"] = draw.choice(("1f1b", "gpipe"))
         values["precision"]["name"] = draw.choice(("fp32", "bf16"))
         values["train"]["global_batch_size"] = 4 * dp
         if draw.random() < 0.3:
@@ -167,9 +200,39 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path: Path) -> None:
         for stage in range(layout.pp):
             ranks = [r for r in range(layout.world_size) if layout.coords(r).pp == stage]
             want = predict_states(config, layout, stage)
+            activations = predict_activations(config, layout, stage, device="cpu")
             for rank in {ranks[0], ranks[-1]}:
-                got = measured(config, layout, rank)
-                assert got == want, (layout, rank, config.parallel, config.precision.name)
+                assert measured(config, layout, rank) == (want, activations), (rank, config)
+
+
+RUNS = [
+    ("tp2pp2", "1f1b", ()),
+    ("pp2vpp2dp2zero3", "auto", ("train.recompute=selective",)),
+    ("dp2zero2", "auto", ("parallel.offload=cpu", "train.offload_activations=true")),
+    ("pp2", "gpipe", ("train.recompute=full", "train.recompute_layers=1")),
+]
+
+
+@pytest.mark.parametrize(("layout", "schedule", "others"), RUNS)
+def test_a_run_reports_what_was_predicted(
+    tmp_path: Path, workers: Workers, layout: str, schedule: str, others: tuple[str, ...]
+) -> None:
+    """The largest of each kind over the ranks, from metrics.jsonl."""
+    options = ["train.steps=2", "train.micro_batch_size=2", "train.global_batch_size=16"]
+    options += [f"parallel={layout}", f"parallel.schedule={schedule}", "logging.activations=true"]
+    data = write_tokens(tmp_path / "tokens")
+    config = tiny_config(tmp_path / "run", data, "llama", *options, *others)
+    line = run_training(workers, config)[-1]
+    sizes = resolve_layout(config, world_size(config))
+    states = [predict_states(config, sizes, stage) for stage in range(sizes.pp)]
+    kept = [predict_activations(config, sizes, s, device="cpu") for s in range(sizes.pp)]
+    assert line["parameter_bytes"] == max(s.device.parameters for s in states)
+    assert line["gradient_bytes"] == max(s.device.gradients for s in states)
+    assert line["optimizer_bytes"] == max(s.device.optimizer for s in states)
+    assert line["host_bytes"] == max(s.host.total for s in states)
+    assert line["buffer_bytes"] == max(k.tables for k in kept)
+    assert line["activation_bytes"] == max(k.device for k in kept)
+    assert line["activation_host_bytes"] == max(k.host for k in kept)
 
 
 def published(name: str, **groups: dict[str, Any]) -> Config:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3] / "shared" / "cases"
+ROOT = Path(__file__).parents[2] / "shared" / "cases"
 
 
 def case(relative: str) -> Path:

@@ -1,0 +1,1 @@
+"""Checkpoints of other software, in and out."""

@@ -1,0 +1,122 @@
+"""What all formats meet in: a checkpoint, opened for reading, as canonical tensors.
+
+Canonical is what `megads.models.families` says: names, unpadded shapes, `[q; k; v]` and
+`[gate; up]` of the whole model. A reader makes one tensor at a time, from the files that hold it,
+so that no model has to fit into memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megads.config.model import ModelConfig
+from megads.errors import CheckpointError
+from megads.models.families import param_specs
+
+Kind = Literal["param", "exp_avg", "exp_avg_sq"]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What the files do not say.
+
+    `step`: the iteration to take, None the one the checkpoint calls its latest. `qkv`: how the rows
+    of fused projections are ordered where shapes do not tell ("auto": as the format's documentation
+    says). `keep_padding`: take the padded rows of the vocabulary as words, for software that
+    trained with them.
+    """
+
+    step: int | None = None
+    qkv: Literal["auto", "grouped", "thirds"] = "auto"
+    keep_padding: bool = False
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How the result is laid out.
+
+    `dtype` of the weights; None as they are in the source. `optimizer`: with the moments, if the
+    source and the format have them. `tp`, `pp`: of formats with files for each rank.
+    `max_file_bytes`: where a format is free to choose.
+    """
+
+    dtype: torch.dtype | None = None
+    optimizer: bool = True
+    tp: int = 1
+    pp: int = 1
+    max_file_bytes: int = 5 << 30
+
+
+Report = Callable[[Kind, str], None]
+"""Told of each canonical tensor that has been written."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How far the model has been trained: optimizer updates and samples."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Source(ABC):
+    """A checkpoint of one format.
+
+    `kinds`: which of the weights ("param") and Adam's moments it holds, weights first; weights are
+    fp32 masters where there are any. `extras`: files to carry along, such as a tokenizer's.
+    """
+
+    format: str
+    path: Path
+    model: ModelConfig
+    kinds: tuple[Kind, ...] = ("param",)
+    trained: Trained = Trained()
+    extras: tuple[Path, ...] = ()
+
+    @abstractmethod
+    def origins(self, kind: Kind, name: str) -> tuple[str, ...]:
+        """The names, in the files, of all that makes up a canonical tensor.
+
+        Raises CheckpointError naming what is missing.
+        """
+
+    @abstractmethod
+    def dtype(self, kind: Kind, name: str) -> torch.dtype:
+        """Type of a canonical tensor, without reading it."""
+
+    @abstractmethod
+    def tensor(self, kind: Kind, name: str) -> Tensor:
+        """A canonical tensor, contiguous, on the CPU."""
+
+    @abstractmethod
+    def stored(self) -> Iterable[str]:
+        """The names, in the files, of all tensors that hold something of the model.
+
+        Buffers that are computed (masks, rotary frequencies) are left out.
+        """
+
+    def training_state(self) -> dict[str, Any]:
+        """What a checkpoint of megads says of the run, as far as this source knows."""
+        trained = self.trained
+        return {
+            "train": {"step": trained.step, "samples": trained.samples, "tokens": 0, "run_id": ""},
+            "optimizer_updates": trained.step,
+        }
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError if a tensor is missing, or left over, by its name."""
+        used: set[str] = set()
+        for kind in self.kinds:
+            for spec in param_specs(self.model):
+                used.update(self.origins(kind, spec.name))
+        left = sorted(set(self.stored()) - used)
+        if left:
+            some = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if left[5:] else "")
+            raise CheckpointError(f"{self.path} holds what this model has no place for: {some}")
