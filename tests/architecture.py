@@ -22,11 +22,13 @@ PURE = {
     "checkpoint.tiling",
     "data.blend",
     "data.sampler",
+    "models.activations",
     "models.families",
     "models.flops",
     "models.stage",
     "optim.lr",
     "parallel.layout",
+    "parallel.ledger",
     "parallel.sharding",
     "pipeline.partition",
     "pipeline.schedule",
@@ -54,7 +56,7 @@ LAYERS = {
     "zero": BASE | {"parallel", "kernels", "optim"},
     "checkpoint": BASE | {"parallel"},
     "data": BASE | {"parallel"},
-    "convert": BASE | {"checkpoint"},
+    "convert": BASE | {"parallel", "checkpoint"},
 }
 """What a package may import beside itself; `train` takes all but `cli`, and `cli` everything."""
 LAUNCH_FOR_TRAIN = {"launch.env", "launch.signals"}

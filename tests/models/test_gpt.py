@@ -222,7 +222,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="needs hidden states"):
         stage(None, batch)
     with pytest.raises(ValueError, match="has logits"):
-        stage.logits(torch.zeros(4, 1, 24), batch)
+        stage.logits(torch.zeros(4, 24), batch)
 
 
 def test_nothing_stays_alive_between_steps() -> None:

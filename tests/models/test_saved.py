@@ -57,7 +57,7 @@ def test_what_is_kept_changes_no_bit_of_the_gradient(
             assert torch.equal(grad, again[1][name]), name
 
 
-SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 4, "head_dim": 6}
+SIZES = {"hidden_size": 24, "num_attention_heads": 8, "num_kv_heads": 8, "head_dim": 3}
 BATCH = 3
 
 
@@ -108,7 +108,7 @@ def test_bytes_of_a_layer_are_the_published_ones(workers: Workers, tp: int, sp: 
     for recomputation; 2 s b h or 2 s b h / t with full recomputation. On top here: two statistics
     of each norm, and two bytes more for the softmax, which is fp32."""
     config = config_of("gpt", num_layers=2, hidden_dropout=0.1, **SIZES, ffn_hidden_size=96)
-    tokens, hidden, heads = SEQ * BATCH, 24, 4
+    tokens, hidden, heads = SEQ * BATCH, 24, 8
     stream = tokens * hidden
     statistics = 8 * tokens // (tp if sp else 1)
     linear = stream * 34 // tp if sp else stream * 10 + stream * 24 // tp
