@@ -42,6 +42,10 @@ class CheckpointError(MegadsError):
     """A checkpoint is missing, incomplete or does not match the model."""
 
 
+class DamageError(CheckpointError):
+    """Files of a checkpoint are not what was once committed; an older checkpoint may be whole."""
+
+
 class KernelUnavailable(MegadsError):
     """A kernel backend was asked for that cannot run here; the message says why."""
 

@@ -3,6 +3,8 @@
     step-N               a checkpoint, if it holds COMMIT
     .tmp-step-N-xxxxxxxx one being written, or left behind by a job that died; never read
     .old-step-N-xxxxxxxx one whose place is being taken by a new save of the same step
+    .bad-step-N-xxxxxxxx one that was found damaged; never read, deleted when the run has come as
+                         far again
 
 Anything else in there is left alone. Pure: files, no torch.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -23,12 +26,13 @@ from megads.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, DamageError
 
 log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(r"\.tmp-step-[0-9]+-[0-9a-f]{8}")
+_DAMAGED = re.compile(r"\.bad-step-([0-9]+)-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\.old-(step-[0-9]+)-[0-9a-f]{8}")
 
 
@@ -45,19 +49,28 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(int(m[1]) for m, entry in matches if m and (entry / COMMIT).is_file())
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest in it or in its `checkpoints`.
+def uncommitted(directory: Path) -> list[str]:
+    """Names of the step directories that hold no COMMIT: saves that never ended, by step."""
+    if not directory.is_dir():
+        return []
+    matches = ((_STEP.fullmatch(entry.name), entry) for entry in directory.iterdir())
+    steps = [int(m[1]) for m, entry in matches if m and not (entry / COMMIT).is_file()]
+    return [f"step-{step}" for step in sorted(steps)]
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that `path` means: itself, or all in it or in its `checkpoints`, newest first.
 
     Raises CheckpointError saying what was looked for.
     """
     if (path / COMMIT).is_file():
-        return path
+        return [path]
     if _STEP.fullmatch(path.name) and (path / MANIFEST).exists():
-        raise CheckpointError(f"{path} was never completed: it has no {COMMIT} file")
+        raise DamageError(f"{path} was never completed: it has no {COMMIT} file")
     for directory in (path, path / "checkpoints"):
         steps = committed_steps(directory)
         if steps:
-            return step_path(directory, steps[-1])
+            return [step_path(directory, step) for step in reversed(steps)]
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: it does not exist")
     raise CheckpointError(
@@ -66,30 +79,42 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def find_checkpoint(path: Path) -> Path:
+    """The newest of `find_checkpoints`."""
+    return find_checkpoints(path)[0]
+
+
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a committed checkpoint.
 
-    Raises CheckpointError naming the file that is missing, malformed, or not what was committed.
+    Raises DamageError naming the file that is missing or not what was committed, CheckpointError
+    when it was committed but is not valid.
     """
-    if not (checkpoint / COMMIT).is_file():
-        raise CheckpointError(f"no checkpoint at {checkpoint}: it has no {COMMIT} file")
     path = checkpoint / MANIFEST
     try:
-        data = path.read_bytes()
         committed = (checkpoint / COMMIT).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    manifest = decode_manifest(data, str(path))
+        raise DamageError(f"no checkpoint at {checkpoint}: it has no {COMMIT} file") from error
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamageError(f"cannot read {path}: {error.strerror}") from error
     if committed != commit_text(data).encode():
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {COMMIT}")
-    return manifest
+        raise DamageError(f"{path} is damaged: its SHA-256 is not the one in {COMMIT}")
+    return decode_manifest(data, str(path))
+
+
+def foreign_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Names of what is in a checkpoint's directory and not part of it."""
+    own = {MANIFEST, COMMIT, *manifest.files}
+    return sorted(entry.name for entry in checkpoint.iterdir() if entry.name not in own)
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Turn a directory of finished files into a checkpoint.
 
-    Checks that every file is there with its size, writes the manifest, moves the directory into
-    place and writes COMMIT. Raises CheckpointError; `final` is then as it was before.
+    Checks that every file is there with its size, writes the manifest, then COMMIT, and moves the
+    directory into place. Raises CheckpointError; `final` is then as it was before.
     """
     for name, entry in manifest.files.items():
         path = temporary / name
@@ -100,6 +125,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
             )
     data = encode_manifest(manifest)
     write_small(temporary / MANIFEST, data)
+    write_small(temporary / COMMIT, commit_text(data).encode())
     replaced = final.with_name(f".old-{final.name}-{temporary.name.rsplit('-', 1)[-1]}")
     undo: list[tuple[Path, Path]] = []
     try:
@@ -108,13 +134,12 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
                 source.rename(target)
                 undo.append((target, source))
         sync_directory(final.parent)
-        write_small(final / COMMIT, commit_text(data).encode())
-    except (OSError, CheckpointError) as error:
+    except OSError as error:
         for moved, origin in reversed(undo):
             moved.rename(origin)
         raise CheckpointError(f"cannot commit {final}: {error}") from error
     if replaced.exists():
-        remove_checkpoint(replaced)
+        _delete(replaced)
 
 
 def write_small(path: Path, data: bytes) -> None:
@@ -143,26 +168,38 @@ def sync_directory(path: Path) -> None:
 def recover(directory: Path) -> None:
     """Undo a replacement that a crash interrupted: the old checkpoint returns to its place.
 
-    One process at a time, and not while a save is running.
+    What dead saves left behind is deleted: a new one may need the space. One process at a time,
+    and not while a save is running.
     """
     if not directory.is_dir():
         return
     for entry in sorted(directory.iterdir()):
+        if _TEMPORARY.fullmatch(entry.name):
+            _delete(entry)
+            continue
         match = _REPLACED.fullmatch(entry.name)
         if not match or not (entry / COMMIT).is_file():
             continue
         final = directory / match[1]
         if (final / COMMIT).is_file():
-            remove_checkpoint(entry)
+            _delete(entry)
             continue
         if final.exists():
             shutil.rmtree(final)
         entry.rename(final)
 
 
+def set_aside(path: Path) -> None:
+    """Take a damaged checkpoint out of the way, so that nothing counts it any more."""
+    path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}"))
+    sync_directory(path.parent)
+
+
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint, COMMIT first, so that at no time half of one looks whole."""
-    (path / COMMIT).unlink(missing_ok=True)
+    """Delete a checkpoint, or what is left of one; at no time does half of one look whole."""
+    if not _TEMPORARY.fullmatch(path.name):
+        step = path.name.rpartition("step-")[2].partition("-")[0]
+        path = path.rename(path.with_name(f".tmp-step-{step}-{secrets.token_hex(4)}"))
     shutil.rmtree(path)
 
 
@@ -172,18 +209,26 @@ def retain(directory: Path, keep: int, newest: int) -> None:
     `keep` below 0 keeps all; 0 counts as 1. `newest`, just committed, always stays. A deletion
     that fails is logged: the checkpoint that was just written is worth more than tidiness.
     """
-    doomed = [
-        entry
-        for entry in directory.iterdir()
-        if _TEMPORARY.fullmatch(entry.name)
-        or (_REPLACED.fullmatch(entry.name) and not (entry / COMMIT).exists())
-    ]
+    doomed = [entry for entry in directory.iterdir() if _is_left_over(entry, newest)]
     if keep >= 0:
         older = [step for step in committed_steps(directory) if step != newest]
         surplus = older[: max(0, len(older) - (max(keep, 1) - 1))]
         doomed += [step_path(directory, step) for step in surplus]
     for path in doomed:
-        try:
-            remove_checkpoint(path)
-        except OSError as error:
-            log.warning("could not delete %s: %s", path, error)
+        _delete(path)
+
+
+def _is_left_over(entry: Path, newest: int) -> bool:
+    """Whether nobody needs the directory once step `newest` is committed."""
+    if damaged := _DAMAGED.fullmatch(entry.name):
+        return int(damaged[1]) <= newest
+    if _REPLACED.fullmatch(entry.name):
+        return not (entry / COMMIT).exists()
+    return _TEMPORARY.fullmatch(entry.name) is not None
+
+
+def _delete(path: Path) -> None:
+    try:
+        remove_checkpoint(path)
+    except OSError as error:
+        log.warning("could not delete %s: %s", path, error)

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megads.checkpoint.blocks import BlockReader, write_blocks
 from megads.checkpoint.manifest import ITEM_SIZES, FileEntry, piece_name
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, DamageError
 from megads.parallel.pieces import TensorPiece
 
 Contents = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -38,7 +37,6 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_CHUNK = 16 << 20  # bytes per write: large enough for the disk, small enough for the hash in cache
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,28 +55,22 @@ def write_file(path: Path, pieces: Sequence[TensorPiece]) -> FileEntry:
     """
     # Largest items first keeps every tensor aligned to its item size without holes.
     ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
-    digest = 0
     try:
-        with path.open("xb", buffering=0) as file:
-            for block in _blocks(ordered):
-                for start in range(0, len(block), _CHUNK):
-                    chunk = block[start : start + _CHUNK]
-                    _write_all(file.write, chunk)
-                    digest = zlib.crc32(chunk, digest)
-            os.fsync(file.fileno())
-            size = file.tell()
+        return write_blocks(path, _parts(ordered))
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
-    return FileEntry(size=size, digest=f"crc32:{digest:08x}")
 
 
-def file_digest(path: Path) -> str:
-    """Digest of a whole file, in the manifest's spelling."""
-    digest = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest = zlib.crc32(chunk, digest)
-    return f"crc32:{digest:08x}"
+def read_header(reader: BlockReader, path: Path, size: int) -> tuple[dict[str, object], int]:
+    """The checked header of a file, and the position where the data begins.
+
+    Raises DamageError naming the file.
+    """
+    if size < 8:
+        raise DamageError(f"{path} is damaged: {size} bytes have no room for a header")
+    length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
+    text = reader.read(8, 8 + _checked_length(path, length, size)).tobytes()
+    return _decode_header(path, text), 8 + length
 
 
 def open_file(path: Path, size: int, contents: Contents) -> dict[str, Tensor]:
@@ -91,16 +83,16 @@ def open_file(path: Path, size: int, contents: Contents) -> dict[str, Tensor]:
     try:
         actual = path.stat().st_size
         if actual != size:
-            raise CheckpointError(f"{path} is damaged: {actual} bytes instead of {size}")
+            raise DamageError(f"{path} is damaged: {actual} bytes instead of {size}")
         header, start = _read_header(path, size)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise DamageError(f"cannot read {path}: {error}") from error
     raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     tensors = {}
     for name, (dtype, shape) in contents.items():
-        low, high = _checked_range(path, header.get(name), name, dtype, shape)
+        low, high = data_range(path, header.get(name), name, dtype, shape)
         if start + high > size:
-            raise CheckpointError(f"{path} is damaged: {name} ends beyond the end of the file")
+            raise DamageError(f"{path} is damaged: {name} ends beyond the end of the file")
         data = raw[start + low : start + high]
         if (start + low) % ITEM_SIZES[dtype]:
             data = data.clone()  # legal in the format, but a view needs alignment
@@ -108,7 +100,7 @@ def open_file(path: Path, size: int, contents: Contents) -> dict[str, Tensor]:
     return tensors
 
 
-def _blocks(pieces: Sequence[TensorPiece]) -> Iterator[memoryview]:
+def _parts(pieces: Sequence[TensorPiece]) -> Iterator[memoryview]:
     """The parts of a file in order; each lives until the next is asked for."""
     yield memoryview(_encode_header(pieces))
     for piece in pieces:
@@ -132,36 +124,41 @@ def _encode_header(pieces: Sequence[TensorPiece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_all(write: Callable[[memoryview], int | None], data: memoryview) -> None:
-    """Unbuffered writes may be short (a nearly full disk, a signal)."""
-    while data:
-        data = data[write(data) or 0 :]
-
-
 def _read_header(path: Path, size: int) -> tuple[dict[str, object], int]:
     """The JSON header and the position where the data begins."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise CheckpointError(f"{path} is damaged: its header cannot be {length} bytes long")
-        text = file.read(length)
+        text = file.read(_checked_length(path, length, size))
+    return _decode_header(path, text), 8 + length
+
+
+def _checked_length(path: Path, length: int, size: int) -> int:
+    if not 2 <= length <= size - 8:
+        raise DamageError(f"{path} is damaged: its header cannot be {length} bytes long")
+    return length
+
+
+def _decode_header(path: Path, text: bytes) -> dict[str, object]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: unreadable header: {error}") from None
+        raise DamageError(f"{path} is damaged: unreadable header: {error}") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is damaged: its header is not a table of tensors")
-    return header, 8 + length
+        raise DamageError(f"{path} is damaged: its header is not a table of tensors")
+    return header
 
 
-def _checked_range(
+def data_range(
     path: Path, entry: object, name: str, dtype: str, shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Byte range of a tensor's data, after its header entry has been held against the manifest."""
+    """Byte range of a tensor's data, after its header entry has been held against the manifest.
+
+    Counted from where the data begins. Raises DamageError naming file and tensor.
+    """
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path} is damaged: it does not hold {name}")
+        raise DamageError(f"{path} is damaged: it does not hold {name}")
     if entry.get("dtype") != _CODES[dtype] or entry.get("shape") != list(shape):
-        raise CheckpointError(
+        raise DamageError(
             f"{path} is damaged: {name} is {entry.get('dtype')} {entry.get('shape')}, the manifest "
             f"says {_CODES[dtype]} {list(shape)}"
         )
@@ -172,5 +169,5 @@ def _checked_range(
         or not all(type(value) is int and value >= 0 for value in offsets)
         or offsets[1] - offsets[0] != math.prod(shape) * ITEM_SIZES[dtype]
     ):
-        raise CheckpointError(f"{path} is damaged: impossible byte range {offsets} of {name}")
+        raise DamageError(f"{path} is damaged: impossible byte range {offsets} of {name}")
     return offsets[0], offsets[1]

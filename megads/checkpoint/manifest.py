@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -28,7 +29,11 @@ from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+BLOCK = 1 << 20
+"""Bytes of a file that have a digest of their own."""
+SUMS = "sums:"
+"""Before the digests of all blocks of a file, 8 hexadecimal digits each."""
 
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
@@ -72,10 +77,27 @@ class Record(BaseModel):
 
 
 class FileEntry(Record):
-    """One safetensors file: its size in bytes and the CRC-32 of all of them."""
+    """One safetensors file: its size in bytes and the digests of its blocks.
+
+    Files of format version 1 have the CRC-32 of the whole file instead.
+    """
 
     size: Size
-    digest: Annotated[str, Field(pattern=r"^crc32:[0-9a-f]{8}$")]
+    digest: Annotated[str, Field(pattern=r"^(crc32:[0-9a-f]{8}|sums:([0-9a-f]{8})+)$")]
+
+    @model_validator(mode="after")
+    def _check_count(self) -> FileEntry:
+        blocks = -(-self.size // BLOCK)
+        if self.digest.startswith(SUMS) and len(self.digest) != len(SUMS) + 8 * blocks:
+            raise ValueError(f"{self.size} bytes need the digests of {blocks} blocks")
+        return self
+
+    def block_digest(self, number: int) -> str | None:
+        """What block `number` must have; None in files of version 1."""
+        if not self.digest.startswith(SUMS):
+            return None
+        start = len(SUMS) + 8 * number
+        return self.digest[start : start + 8]
 
 
 class PieceEntry(Record):
@@ -106,7 +128,7 @@ class Manifest(Record):
     """What a checkpoint holds. `state` is the run's training state, as plain JSON values."""
 
     format: Literal["megads"] = "megads"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     step: Count
     model: ModelConfig
     layout: dict[str, int]
@@ -133,12 +155,13 @@ class Manifest(Record):
                 )
         return self
 
-    def by_file(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-        """file -> tensor name in it -> (dtype, shape)."""
-        contents: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {f: {} for f in self.files}
+    def by_file(self, names: Iterable[str]) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """file -> tensor name in it -> (dtype, shape), of these files."""
+        contents: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in names}
         for entry in self.tensors.values():
             for piece in entry.pieces:
-                contents[piece.file][piece.tensor] = (entry.dtype, piece.shape)
+                if piece.file in contents:
+                    contents[piece.file][piece.tensor] = (entry.dtype, piece.shape)
         return contents
 
 

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megads.checkpoint import io
+from megads.checkpoint.blocks import BlockReader, check_whole
 from megads.checkpoint.directory import read_manifest
-from megads.checkpoint.manifest import Manifest, TensorEntry, model_differences
+from megads.checkpoint.manifest import ITEM_SIZES, SUMS, FileEntry, Manifest, TensorEntry
+from megads.checkpoint.manifest import model_differences
 from megads.checkpoint.reshard import Read, plan_reads
 from megads.config.model import ModelConfig
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, DamageError
 from megads.parallel.pieces import TensorPiece
+
+_ROWS = 2 << 20  # bytes copied at a time: they are still in the cache after they were checked
+_JOB = 64 << 20  # bytes that one thread reads before it takes the next job
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A stored part for a wanted piece; `low` and `high` are where in its file it lies."""
+
+    piece: TensorPiece
+    read: Read
+    dtype: str
+    shape: tuple[int, ...]
+    low: int
+    high: int
 
 
 def check_model(path: Path, manifest: Manifest, model: ModelConfig) -> None:
@@ -24,7 +45,11 @@ def check_model(path: Path, manifest: Manifest, model: ModelConfig) -> None:
 
 
 def fill_pieces(path: Path, manifest: Manifest, wanted: Sequence[TensorPiece]) -> None:
-    """Copy stored values into the wanted pieces, one file after the other."""
+    """Copy stored values into the wanted pieces, reading and checking only the blocks needed.
+
+    Raises DamageError naming the file that is not what was committed, CheckpointError when the
+    checkpoint does not hold what is wanted.
+    """
     missing = sorted({piece.key for piece in wanted} - manifest.tensors.keys())
     if missing:
         some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
@@ -35,13 +60,90 @@ def fill_pieces(path: Path, manifest: Manifest, wanted: Sequence[TensorPiece]) -
         _check_piece(path, piece, entry)
         for read in plan_reads(piece.key, entry, tuple(piece.offset), tuple(piece.shape)):
             reads.setdefault(read.file, []).append((piece, read))
-    contents = manifest.by_file()
-    with torch.no_grad():
-        for name, copies in reads.items():
-            tensors = io.open_file(path / name, manifest.files[name].size, contents[name])
-            for piece, read in copies:
-                with piece.opened(write=True) as data:
-                    data[read.target].copy_(tensors[read.tensor][read.source])
+    contents = manifest.by_file(reads)
+    jobs: list[tuple[Path, FileEntry, list[_Copy]]] = []
+    for name, copies in reads.items():
+        file, entry = path / name, manifest.files[name]
+        if not entry.digest.startswith(SUMS):
+            check_whole(file, entry)
+        placed = _placed(file, entry, contents[name], copies)
+        jobs += [(file, entry, job) for job in _jobs(placed)]
+    # Stored pieces may share a page of their file, which two threads must not change at once.
+    in_memory = all(isinstance(piece.data, Tensor) for piece in wanted)
+    threads = torch.get_num_threads() if in_memory else 1
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda job: _copy(*job), jobs):
+            pass
+
+
+def _placed(
+    path: Path,
+    entry: FileEntry,
+    contents: Mapping[str, tuple[str, tuple[int, ...]]],
+    copies: Iterable[tuple[TensorPiece, Read]],
+) -> list[_Copy]:
+    """The copies from one file in the order of the file, after its header has been checked."""
+    with BlockReader(path, entry) as reader:
+        header, start = io.read_header(reader, path, entry.size)
+    placed = []
+    for piece, read in copies:
+        dtype, shape = contents[read.tensor]
+        low, high = io.data_range(path, header.get(read.tensor), read.tensor, dtype, shape)
+        if start + high > entry.size:
+            raise DamageError(f"{path} is damaged: {read.tensor} ends beyond the end of the file")
+        first, row = _first_row(read), _row_bytes(dtype, shape)
+        low += start + first.start * row
+        high = low + (first.stop - first.start) * row
+        placed.append(_Copy(piece, read, dtype, shape, low, high))
+    return sorted(placed, key=lambda copy: copy.low)
+
+
+def _jobs(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
+    """Runs of copies of about the same size."""
+    job: list[_Copy] = []
+    for copy in copies:
+        job.append(copy)
+        if sum(c.high - c.low for c in job) >= _JOB:
+            yield job
+            job = []
+    if job:
+        yield job
+
+
+def _copy(path: Path, entry: FileEntry, copies: Sequence[_Copy]) -> None:
+    end = max(copy.high for copy in copies)
+    with torch.no_grad(), BlockReader(path, entry) as reader:
+        for copy in copies:
+            with copy.piece.opened(write=True) as data:
+                _copy_rows(reader, copy, data, end)
+
+
+def _copy_rows(reader: BlockReader, copy: _Copy, data: Tensor, end: int) -> None:
+    """Copy some rows at a time; of each, the part that is wanted."""
+    first, row = _first_row(copy.read), _row_bytes(copy.dtype, copy.shape)
+    rows, step = first.stop - first.start, max(1, _ROWS // row)
+    target = data[copy.read.target] if copy.shape else data
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        raw = torch.from_numpy(
+            reader.read(copy.low + start * row, copy.low + stop * row, ahead=end)
+        )
+        if raw.data_ptr() % ITEM_SIZES[copy.dtype]:
+            raw = raw.clone()  # legal in the format, but a view needs alignment
+        values = raw.view(getattr(torch, copy.dtype))
+        if copy.shape:
+            part = values.view(stop - start, *copy.shape[1:])[(slice(None), *copy.read.source[1:])]
+            target[start:stop].copy_(part)
+        else:
+            target.copy_(values[0])
+
+
+def _first_row(read: Read) -> slice:
+    return read.source[0] if read.source else slice(0, 1)
+
+
+def _row_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape[1:]) * ITEM_SIZES[dtype]
 
 
 def _check_piece(path: Path, piece: TensorPiece, entry: TensorEntry) -> None:
@@ -62,14 +164,12 @@ def _check_piece(path: Path, piece: TensorPiece, entry: TensorEntry) -> None:
 def verify(checkpoint: Path) -> Manifest:
     """Read a committed checkpoint completely and hold every byte against its digests.
 
-    Raises CheckpointError naming the first bad file.
+    Raises DamageError naming the first bad file.
     """
     manifest = read_manifest(checkpoint)
-    contents = manifest.by_file()
+    contents = manifest.by_file(manifest.files)
     for name, entry in manifest.files.items():
         path = checkpoint / name
+        check_whole(path, entry)
         io.open_file(path, entry.size, contents[name])
-        digest = io.file_digest(path)
-        if digest != entry.digest:
-            raise CheckpointError(f"{path} is damaged: digest {digest} instead of {entry.digest}")
     return manifest

@@ -1,39 +1,34 @@
 """Saving and loading by all ranks together.
 
-Every method but `steps` and `read_manifest` is collective: all ranks of the world axis call it,
-and all return or all raise. Whatever one rank cannot do (a full disk, a missing file) is exchanged
-as a value, never left for the others to find out in a collective that hangs.
+Every method but `steps`, `read_manifest` and `failed` is collective: all ranks of the world axis
+call it, and all return or all raise. Whatever one rank cannot do (a full disk, a missing file) is
+exchanged as a value, never left for the others to find out in a collective that hangs.
+
+A save has two halves. `begin` agrees on who writes what and copies what this rank writes; then a
+thread writes, exchanges outcomes and commits, on a process group of its own, since two threads
+that use one group could meet in each other's collectives. `save` is the same, waited for.
 """
 
 from __future__ import annotations
 
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megads.checkpoint import directory
+from megads.checkpoint.exchange import together
 from megads.checkpoint.manifest import Manifest
+from megads.checkpoint.planner import SavePlanner
 from megads.checkpoint.reader import check_model, fill_pieces
-from megads.checkpoint.reshard import PieceInfo, assign_writers
-from megads.checkpoint.writer import (
-    SaveMeta,
-    SavePlan,
-    WrittenFile,
-    make_manifest,
-    piece_info,
-    state_digests,
-    write_share,
-)
+from megads.checkpoint.snapshot import HostCopies
+from megads.checkpoint.writer import SaveMeta, SavePlan, WrittenFile, make_manifest, write_files
 from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
-from megads.parallel.collectives import all_gather_object
 from megads.parallel.mesh import Axis
-from megads.parallel.pieces import TensorPiece
-
-T = TypeVar("T")
+from megads.parallel.pieces import Stored, TensorPiece
 
 
 @dataclass(frozen=True)
@@ -55,17 +50,29 @@ class LoadedState:
 class CheckpointStore:
     """The checkpoints of a run, in `path` (`run.dir/checkpoints`), as the ranks of `world` see it.
 
-    `keep`: how many of the newest stay after a save; -1 all, 0 counts as 1. A rank starts another
-    file after `max_file_bytes`.
+    `saving`: the same ranks with a process group that nothing but the background half of a save
+    uses; None where saves are waited for before anything else happens. `keep`: how many of the
+    newest stay after a save; -1 all, 0 counts as 1. A rank starts another file after
+    `max_file_bytes`.
     """
 
     def __init__(
-        self, path: str | Path, world: Axis, *, keep: int = -1, max_file_bytes: int = 4 << 30
+        self,
+        path: str | Path,
+        world: Axis,
+        *,
+        saving: Axis | None = None,
+        keep: int = -1,
+        max_file_bytes: int = 4 << 30,
     ) -> None:
         self.path = Path(path)
         self.world = world
+        self.saving = saving or world
         self.keep = keep
         self.max_file_bytes = max_file_bytes
+        self._copies = HostCopies()
+        self._planner = SavePlanner(world)
+        self._in_flight: Future[Path] | None = None
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending, as this rank sees them."""
@@ -81,7 +88,33 @@ class CheckpointStore:
             steps = self.steps()
             return steps[-1] if steps else None
 
-        return self._together(f"looking for checkpoints in {self.path}", look)[0]
+        return together(self.world, f"looking for checkpoints in {self.path}", look)[0]
+
+    def candidates(self, path: Path | None = None) -> list[Path]:
+        """The checkpoints that `path` means, newest first, as the first rank sees them.
+
+        None means this store's own, of which there may be none. Raises CheckpointError on all
+        ranks saying what was looked for.
+        """
+
+        def look() -> list[Path]:
+            if self.world.index:
+                return []
+            if path is not None:
+                return directory.find_checkpoints(path)
+            directory.recover(self.path)
+            return [directory.step_path(self.path, step) for step in reversed(self.steps())]
+
+        return together(self.world, f"looking for checkpoints in {path or self.path}", look)[0]
+
+    def set_aside(self, checkpoints: Sequence[Path]) -> None:
+        """Make damaged checkpoints of this store count no more; a later save deletes them."""
+
+        def work() -> None:
+            for checkpoint in checkpoints if self.world.index == 0 else ():
+                directory.set_aside(checkpoint)
+
+        together(self.world, "setting damaged checkpoints aside", work)
 
     def read_manifest(self, checkpoint: int | str | Path) -> Manifest:
         """The checked manifest of a step or path."""
@@ -95,29 +128,64 @@ class CheckpointStore:
         state: Mapping[str, Any],
         meta: SaveMeta,
     ) -> Path:
-        """Write what the ranks hold as the checkpoint of `step` and return its path.
+        """`begin` and `wait`: returns when everything is on the disk and committed."""
+        self.begin(step, pieces, state=state, meta=meta)
+        path = self.wait()
+        assert path is not None
+        return path
+
+    def begin(
+        self,
+        step: int,
+        pieces: Iterable[TensorPiece],
+        *,
+        state: Mapping[str, Any],
+        meta: SaveMeta,
+    ) -> None:
+        """Start writing what the ranks hold now as the checkpoint of `step`.
 
         The pieces of all ranks must fill every tensor exactly; the same piece may come from
         several ranks, and is then written by one of them. Empty pieces are ignored. `state` is
-        plain JSON values, equal on all ranks. Returns when everything is on the disk and
-        committed. Raises CheckpointError on all ranks if anything fails on any; nothing is then
-        left of the attempt, and all earlier checkpoints are as they were. A checkpoint of the same
-        step is replaced.
+        plain JSON values, equal on all ranks. On return the pieces may change: those in memory
+        have been copied, and stored ones, which may not fit there, written. A save that is still
+        in flight is waited for first. Raises CheckpointError on all ranks if that one failed or
+        the pieces do not fit together.
         """
+        self.wait()
         doing = f"saving step {step}"
-        plan, mine = self._plan(step, pieces, state, doing)
+        plan, mine = self._planner.plan(step, pieces, state, self.path, doing)
+        share = {index: mine[index] for index in plan.writes[self.world.index]}
+        stored = {i: piece for i, piece in share.items() if isinstance(piece.data, Stored)}
+        held = {i: piece for i, piece in share.items() if i not in stored}
+        early: Future[list[WrittenFile]] = Future()
+        try:
+            copies = dict(zip(held, self._copies.take(list(held.values())), strict=True))
+            early.set_result(self._write(plan, stored, 0))
+        except Exception as error:  # for all ranks to hear of when outcomes are exchanged
+            early.set_exception(error)
 
         def write() -> list[WrittenFile]:
-            return write_share(plan, self.world.index, mine, max_file_bytes=self.max_file_bytes)
+            files = early.result()
+            return files + self._write(plan, copies, len(files))
 
-        try:
-            files = self._together(doing, write)
-            self._together(doing, lambda: self._commit(plan, files, state, meta))
-        except CheckpointError:
-            if self.world.index == 0:
-                shutil.rmtree(plan.temporary, ignore_errors=True)
-            raise
-        return directory.step_path(self.path, step)
+        values, executor = dict(state), ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._in_flight = executor.submit(self._finish, plan, write, values, meta, doing)
+        executor.shutdown(wait=False)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed, as far as this rank knows yet."""
+        save = self._in_flight
+        return save is not None and save.done() and save.exception() is not None
+
+    def wait(self) -> Path | None:
+        """Return once no save is in flight: the checkpoint that became of it, None without one.
+
+        Raises CheckpointError on all ranks if anything failed on any; nothing is then left of the
+        attempt, and all earlier checkpoints are as they were.
+        """
+        save, self._in_flight = self._in_flight, None
+        return None if save is None else save.result()
 
     def load(
         self,
@@ -125,13 +193,16 @@ class CheckpointStore:
         wanted: Sequence[TensorPiece],
         *,
         model: ModelConfig | None = None,
+        check: Callable[[Manifest], None] | None = None,
     ) -> LoadedState:
         """Fill the `data` of every wanted piece from a step or path (see `find_checkpoint`).
 
-        Any layout's pieces load from any other's: only the parts needed are read. Floating-point
-        types are converted to that of `data`, rounding to nearest; other types must be equal. With
-        `model`, the saved model must be the same up to `manifest.FREE_FIELDS`. Raises
-        CheckpointError on all ranks if anything fails on any; `data` may then be half filled.
+        Any layout's pieces load from any other's: only the blocks needed are read, and all that is
+        read is checked. Floating-point types are converted to that of `data`, rounding to nearest;
+        other types must be equal. With `model`, the saved model must be the same up to
+        `manifest.FREE_FIELDS`; `check` may raise too. Raises CheckpointError on all ranks if
+        anything fails on any, DamageError if another checkpoint may do; `data` may then be half
+        filled.
         """
         loaded: list[LoadedState] = []
 
@@ -140,11 +211,13 @@ class CheckpointStore:
             manifest = directory.read_manifest(path)
             if model is not None:
                 check_model(path, manifest, model)
+            if check is not None:
+                check(manifest)
             fill_pieces(path, manifest, [piece for piece in wanted if piece.numel])
             loaded.append(LoadedState(path, manifest))
             return manifest.step
 
-        steps = self._together(f"loading {checkpoint}", work)
+        steps = together(self.world, f"loading {checkpoint}", work)
         if len(set(steps)) > 1:
             raise CheckpointError(f"loading {checkpoint}: the ranks found different steps: {steps}")
         return loaded[0]
@@ -154,66 +227,36 @@ class CheckpointStore:
             return directory.step_path(self.path, checkpoint)
         return directory.find_checkpoint(Path(checkpoint))
 
-    def _plan(
-        self, step: int, pieces: Iterable[TensorPiece], state: Mapping[str, Any], doing: str
-    ) -> tuple[SavePlan, list[TensorPiece]]:
-        """Exchange what every rank holds and agree on who writes what; nothing is written yet."""
-        mine: list[TensorPiece] = []
+    def _write(
+        self, plan: SavePlan, share: Mapping[int, TensorPiece], first: int
+    ) -> list[WrittenFile]:
+        if not share:
+            return []
+        rank, limit = self.world.index, self.max_file_bytes
+        return write_files(plan, rank, share, max_file_bytes=limit, first=first)
 
-        def describe() -> tuple[list[PieceInfo], dict[str, str], str]:
-            mine.extend(piece for piece in pieces if piece.numel)
-            return [piece_info(piece) for piece in mine], state_digests(state), secrets.token_hex(4)
-
-        tables, digests, nonces = zip(*self._together(doing, describe), strict=True)
-        for rank, entries in enumerate(digests):
-            different = {name for name, _ in entries.items() ^ digests[0].items()}
-            if different:
-                raise CheckpointError(
-                    f"{doing}: the training state must be the same on all ranks, but rank {rank}'s "
-                    f"differs from rank 0's in {', '.join(sorted(different))}"
-                )
-        try:
-            writes = assign_writers(tables)
-        except CheckpointError as error:
-            raise CheckpointError(f"{doing}: {error}") from error
-        temporary = self.path / f".tmp-step-{step}-{nonces[0]}"
-        return SavePlan(step, temporary, list(tables), writes), mine
-
-    def _commit(
+    def _finish(
         self,
         plan: SavePlan,
-        files: list[list[WrittenFile]],
+        write: Callable[[], list[WrittenFile]],
         state: Mapping[str, Any],
         meta: SaveMeta,
-    ) -> None:
-        """On the first rank: write the manifest, make the checkpoint exist, delete surplus ones."""
-        if self.world.index:
-            return
-        manifest = make_manifest(plan, files, state, meta)
-        directory.commit(plan.temporary, directory.step_path(self.path, plan.step), manifest)
-        directory.retain(self.path, self.keep, plan.step)
+        doing: str,
+    ) -> Path:
+        """The half of a save that training does not wait for."""
+        final = directory.step_path(self.path, plan.step)
+        is_first = self.saving.index == 0
 
-    def _together(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results; if it fails on any, all raise.
+        def commit() -> None:
+            if is_first:
+                directory.commit(plan.temporary, final, make_manifest(plan, files, state, meta))
+                directory.retain(self.path, self.keep, plan.step)
 
-        Raises CheckpointError with the failed ranks' messages.
-        """
-        cause: Exception | None = None
-        outcome: tuple[T | None, str | None]
         try:
-            outcome = work(), None
-        except Exception as error:
-            cause, outcome = error, (None, _describe(error))
-        outcomes = all_gather_object(outcome, self.world)
-        failures = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
-        if not failures:
-            return [result for result, _ in outcomes]
-        if len(set(failures.values())) == 1 and len(failures) == self.world.size:
-            raise CheckpointError(f"{doing}: {failures[0]}") from cause
-        lines = [f"rank {rank}: {text}" for rank, text in list(failures.items())[:8]]
-        more = [f"and {len(failures) - 8} more ranks"] if len(failures) > 8 else []
-        raise CheckpointError(f"{doing}: " + "; ".join(lines + more)) from cause
-
-
-def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            files = together(self.saving, doing, write)
+            together(self.saving, doing, commit)
+        except CheckpointError:
+            if is_first:
+                shutil.rmtree(plan.temporary, ignore_errors=True)
+            raise
+        return final

@@ -53,12 +53,28 @@ def write_share(
 
     Raises CheckpointError with the path and the system's reason.
     """
+    share = {index: mine[index] for index in plan.writes[rank]}
+    return write_files(plan, rank, share, max_file_bytes=max_file_bytes)
+
+
+def write_files(
+    plan: SavePlan,
+    rank: int,
+    share: Mapping[int, TensorPiece],
+    *,
+    max_file_bytes: int,
+    first: int = 0,
+) -> list[WrittenFile]:
+    """Write some of this rank's pieces, by index, to files numbered from `first` on.
+
+    They are on the disk on return. Raises CheckpointError with the path and the system's reason.
+    """
     files: list[WrittenFile] = []
     try:
         plan.temporary.mkdir(parents=True, exist_ok=True)
-        for indices in _split(plan.tables[rank], plan.writes[rank], max_file_bytes):
-            name = f"rank{rank:05d}-part{len(files):05d}.safetensors"
-            entry = io.write_file(plan.temporary / name, [mine[index] for index in indices])
+        for indices in _split(plan.tables[rank], list(share), max_file_bytes):
+            name = f"rank{rank:05d}-part{first + len(files):05d}.safetensors"
+            entry = io.write_file(plan.temporary / name, [share[index] for index in indices])
             files.append(WrittenFile(name, entry, indices))
         sync_directory(plan.temporary)
     except OSError as error:

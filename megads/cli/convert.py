@@ -43,7 +43,9 @@ def _convert(options: argparse.Namespace) -> None:
     from megads.convert.source import ReadOptions, WriteOptions
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-    reading = ReadOptions(options.step, options.qkv, options.keep_padding)
+    reading = ReadOptions(
+        options.step, options.qkv, options.keep_padding, options.vocab_size
+    )
     writing = WriteOptions(
         dtypes[options.dtype],
         not options.drop_optimizer,
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-file-mb", type=int, default=5120, help="largest file (default: 5120)")
     add("--qkv", default="auto", choices=["auto", "grouped", "thirds"])
     add("--keep-padding", action="store_true", help="take padded rows of the vocabulary as words")
+    add("--vocab-size", type=int, help="words, for files that only know the padded number")
     add("--table", action="store_true", help="list every tensor, not a block's only once")
     add("--check", action="store_true", help="read the result back and compare every bit")
     return parser

@@ -163,9 +163,17 @@ class CheckpointConfig(Group):
     """Save every this many steps and after the last one; 0 only after the last one."""
     keep: Integer = -1
     """How many of the newest checkpoints stay; -1 all."""
+    async_save: bool = True
+    """Write in the background: training waits only while the state is copied to host memory."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a save that failed (a full disk) does; the last save of a run always has to succeed."""
     load: str | None = None
     """Checkpoint to start from when run.dir holds none of its own."""
-    load_what: Literal["all", "weights"] = "all"
+    load_what: Literal["all", "weights", "optimizer"] = "all"
+    """What is taken from `load`: optimizer means weights and optimizer, but not the step and the
+    position in the data."""
+    on_damage: Literal["previous", "stop"] = "previous"
+    """What a damaged checkpoint does: take the newest one that is whole, or end the run."""
     save_last: bool = True
     """Save after the last step."""
 

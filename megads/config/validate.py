@@ -267,3 +267,8 @@ def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
         yield f"checkpoint.keep={checkpoint.keep}: must be -1 (all) or 1 or more"
     if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
         yield f"checkpoint.load={checkpoint.load}: there is no such directory"
+    if checkpoint.load is None and checkpoint.load_what != "all":
+        yield (
+            f"checkpoint.load_what={checkpoint.load_what} is only read with checkpoint.load, which "
+            f"is not set"
+        )

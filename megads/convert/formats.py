@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.convert import megads_format
+from megads.convert import hf, hf_write, megads_format
 from megads.convert.source import ReadOptions, Report, Source, WriteOptions
 from megads.errors import CheckpointError
 
@@ -25,6 +25,7 @@ class Format:
 
 FORMATS: Mapping[str, Format] = {
     "megads": Format(megads_format.holds, megads_format.open_source, megads_format.write),
+    "hf": Format(hf.holds, hf.open_source, hf_write.write),
 }
 
 

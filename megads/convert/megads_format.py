@@ -16,7 +16,15 @@ from megads.checkpoint.manifest import Manifest
 from megads.checkpoint.reader import fill_pieces
 from megads.checkpoint.reshard import assign_writers
 from megads.checkpoint.writer import SaveMeta, SavePlan, make_manifest, piece_info, write_share
-from megads.convert.source import Kind, ReadOptions, Report, Source, Trained, WriteOptions
+from megads.convert.source import (
+    Kind,
+    ReadOptions,
+    Report,
+    Source,
+    Trained,
+    WriteOptions,
+    extra_files,
+)
 from megads.errors import CheckpointError
 from megads.models.families import param_specs
 from megads.parallel.pieces import Stored, TensorPiece
@@ -45,6 +53,7 @@ class _Megads(Source):
         if options.step is not None and found.name != f"step-{options.step}":
             found = find_checkpoint(found.with_name(f"step-{options.step}"))
         self.path = found
+        self.extras = extra_files(found.parent)
         self.manifest: Manifest = read_manifest(found)
         self.model = self.manifest.model
         self.kinds = tuple(

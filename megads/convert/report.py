@@ -25,6 +25,7 @@ def summary(source: Source, table: Sequence[Mapped], *, every: bool) -> str:
         f"vocabulary {model.vocab_size}, step {source.trained.step}, holds "
         f"{', '.join(source.kinds)}\n"
     )
+    head += "".join(f"note: {note}\n" for note in source.notes)
     rows = Table("tensor", "shape", "type", "from", box=None, pad_edge=False)
     for mapped in table:
         layer = _LAYER.match(mapped.name)

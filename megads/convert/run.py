@@ -59,7 +59,8 @@ def convert(source: Source, target: Path, to: str, options: WriteOptions, report
         temporary.mkdir(parents=True)
         write(source, temporary, options, report)
         for extra in source.extras:
-            shutil.copyfile(extra, temporary / extra.name)
+            if not (temporary / extra.name).exists():
+                shutil.copyfile(extra, temporary / extra.name)
         sync_directory(temporary)
         temporary.rename(target)
         sync_directory(target.parent)

@@ -30,12 +30,14 @@ class ReadOptions:
     `step`: the iteration to take, None the one the checkpoint calls its latest. `qkv`: how the rows
     of fused projections are ordered where shapes do not tell ("auto": as the format's documentation
     says). `keep_padding`: take the padded rows of the vocabulary as words, for software that
-    trained with them.
+    trained with them. `vocab_size`: how many words there are, for files that only know the padded
+    number.
     """
 
     step: int | None = None
     qkv: Literal["auto", "grouped", "thirds"] = "auto"
     keep_padding: bool = False
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,22 @@ class WriteOptions:
     max_file_bytes: int = 5 << 30
 
 
+EXTRA_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""What Hugging Face puts beside weights; a converter that writes one of them itself does so."""
+
 Report = Callable[[Kind, str], None]
 """Told of each canonical tensor that has been written."""
 
@@ -71,6 +89,7 @@ class Source(ABC):
 
     `kinds`: which of the weights ("param") and Adam's moments it holds, weights first; weights are
     fp32 masters where there are any. `extras`: files to carry along, such as a tokenizer's.
+    `notes`: what was decided where the files leave a choice, for the user to read.
     """
 
     format: str
@@ -79,6 +98,7 @@ class Source(ABC):
     kinds: tuple[Kind, ...] = ("param",)
     trained: Trained = Trained()
     extras: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def origins(self, kind: Kind, name: str) -> tuple[str, ...]:
@@ -120,3 +140,8 @@ class Source(ABC):
         if left:
             some = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if left[5:] else "")
             raise CheckpointError(f"{self.path} holds what this model has no place for: {some}")
+
+
+def extra_files(directory: Path) -> tuple[Path, ...]:
+    """Those of EXTRA_FILES that a directory has, to be carried along with the weights."""
+    return tuple(directory / name for name in EXTRA_FILES if (directory / name).is_file())

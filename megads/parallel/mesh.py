@@ -57,7 +57,7 @@ class Mesh:
     `replica` those that hold the same shard. `kv`: tensor-parallel peers holding copies of the same
     KV heads (size 1 unless there are fewer KV heads than tp ranks). `tied`: the first and last
     pipeline stage at this (dp, tp) position, on those stages and with pp > 1. `world`: all ranks
-    of the layout.
+    of the layout. `saving`: the same ranks on the host, for the thread that writes checkpoints.
     """
 
     layout: ParallelLayout
@@ -70,6 +70,7 @@ class Mesh:
     kv: Axis
     tied: Axis
     world: Axis
+    saving: Axis
     links: PipelineLinks
     device: torch.device
 
@@ -88,6 +89,7 @@ class Mesh:
             one("kv"),
             one("tied"),
             one("world"),
+            one("saving"),
             PipelineLinks(),
             torch.device(device),
         )
@@ -115,8 +117,8 @@ class Mesh:
         coords = layout.coords(rank)
         limit = timedelta(seconds=timeout_s)
 
-        def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
-            mine, group = _new_groups(groups, rank, limit)
+        def axis(name: str, groups: list[tuple[int, ...]], backend: str | None = None) -> Axis:
+            mine, group = _new_groups(groups, rank, limit, backend)
             return Axis(name, len(mine), mine.index(rank), mine, group)
 
         def along(name: AxisName) -> Axis:
@@ -126,17 +128,19 @@ class Mesh:
         shard, replica = _cut(dp, zero_shard_size, layout.groups("dp"), axis)
         kv = axis("kv", layout.kv_groups(num_kv_heads or layout.tp))
         tied = axis("tied", _tied_groups(layout))
-        world = axis("world", [tuple(range(layout.world_size))])
-        links = _pipeline_links(layout, rank, torch.device(device), limit)
-        return cls(
-            layout, coords, tp, pp, dp, shard, replica, kv, tied, world, links, torch.device(device)
-        )
+        everyone = [tuple(range(layout.world_size))]
+        world, saving = axis("world", everyone), axis("saving", everyone, "gloo")
+        at = torch.device(device)
+        links = _pipeline_links(layout, rank, at, limit)
+        return cls(layout, coords, tp, pp, dp, shard, replica, kv, tied, world, saving, links, at)
 
     def close(self) -> None:
         """Destroy the groups that `build` made. All ranks, once nothing is under way any more."""
         links = vars(self.links).values()
-        axes = (self.tp, self.pp, self.dp, self.shard, self.replica, self.kv, self.tied, self.world)
-        groups = [a.group for a in axes] + [n.group for n in links if n is not None]
+        axes = (self.tp, self.pp, self.dp, self.shard, self.replica, self.kv, self.tied)
+        groups = [a.group for a in (*axes, self.world, self.saving)] + [
+            n.group for n in links if n is not None
+        ]
         for group in dict.fromkeys(groups):  # shard or replica may be the dp group itself
             if group is not None:
                 dist.destroy_process_group(group)
@@ -151,11 +155,11 @@ class Mesh:
 
 
 def _new_groups(
-    groups: list[tuple[int, ...]], rank: int, timeout: timedelta
+    groups: list[tuple[int, ...]], rank: int, timeout: timedelta, backend: str | None
 ) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
     """Create every group with more than one member, in one order on all ranks; return mine.
 
-    A rank in none of the groups is on its own.
+    A rank in none of the groups is on its own. Without a `backend` they have the default group's.
     """
     mine: tuple[int, ...] = (rank,)
     mine_group = None
@@ -164,7 +168,7 @@ def _new_groups(
             mine = ranks
         if len(ranks) > 1:
             # Without a timeout here a group has torch's default, not the default group's.
-            group = dist.new_group(list(ranks), timeout=timeout)
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if rank in ranks:
                 mine_group = group
     return mine, mine_group

@@ -163,7 +163,9 @@ def build(config: Config, info: RankInfo) -> RunParts:
         rampup=BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size),
         loader=loader,
         valid_loader=valid_loader,
-        store=CheckpointStore(run_dir / "checkpoints", mesh.world, keep=config.checkpoint.keep),
+        store=CheckpointStore(
+            run_dir / "checkpoints", mesh.world, saving=mesh.saving, keep=config.checkpoint.keep
+        ),
         metrics=Metrics(run_dir / "metrics.jsonl", writes=is_first),
         state=state,
     )

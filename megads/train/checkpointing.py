@@ -6,39 +6,96 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.manifest import Manifest
+from megads.checkpoint.directory import foreign_files, uncommitted
+from megads.checkpoint.manifest import COMMIT, Manifest
+from megads.checkpoint.store import LoadedState
 from megads.config.schema import Config
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, DamageError
 from megads.train.build import RunParts
 
 
 def resume(parts: RunParts) -> None:
     """Continue from the run's newest checkpoint, else start from `checkpoint.load`. Collective.
 
-    With neither the run starts from its initial weights. `checkpoint.load_what=weights` takes
-    the weights of `checkpoint.load` and nothing else: step 0, no moments.
+    With neither the run starts from its initial weights. `checkpoint.load_what` is about
+    `checkpoint.load` alone: "weights" takes nothing else (step 0, no moments), "optimizer" also the
+    optimizer's state (step 0). A damaged checkpoint is passed over for the one before it, said
+    loudly, or ends the run (`checkpoint.on_damage`). Raises CheckpointError.
     """
-    config, optimizer = parts.config.checkpoint, parts.optimizer
-    newest = parts.store.latest()
-    if newest is None and config.load is None:
+    config, store = parts.config.checkpoint, parts.store
+    own = store.candidates()
+    if not own and config.load is None:
         return
-    source = newest if newest is not None else Path(config.load or "")
-    weights_only = newest is None and config.load_what == "weights"
-    kinds = ("param",) if weights_only else optimizer.state_kinds
-    _check_kinds(parts.store.read_manifest(source), kinds, source)
-    wanted = list(optimizer.pieces(only_owned=False, kinds=kinds))
-    loaded = parts.store.load(source, wanted, model=parts.config.model)
-    optimizer.publish()
+    what = "all" if own else config.load_what
+    kinds = ("param",) if what == "weights" else parts.optimizer.state_kinds
+    loaded, damaged = _load_first(parts, own or store.candidates(Path(config.load or "")), kinds)
+    if own and damaged:
+        store.set_aside(damaged)
+    parts.optimizer.publish()
     parts.metrics.note(f"loaded {loaded.path}: step {loaded.step}")
-    if weights_only:
+    _name_strangers(parts, loaded)
+    if what != "weights":
+        _take_over(parts, loaded.state, progress=what == "all", own=bool(own))
+
+
+def _load_first(
+    parts: RunParts, candidates: list[Path], kinds: tuple[str, ...]
+) -> tuple[LoadedState, list[Path]]:
+    """Load the first candidate that is whole; the damaged ones before it."""
+    wanted = list(parts.optimizer.pieces(only_owned=False, kinds=kinds))
+    damaged: list[Path] = []
+    for path in candidates:
+        try:
+            loaded = parts.store.load(
+                path,
+                wanted,
+                model=parts.config.model,
+                check=lambda manifest, path=path: _check_kinds(manifest, kinds, path),
+            )
+        except DamageError as error:
+            if parts.config.checkpoint.on_damage == "stop":
+                raise DamageError(
+                    f"{error}. checkpoint.on_damage=previous would take an older checkpoint"
+                ) from error
+            parts.metrics.note(f"WARNING: {error}")
+            damaged.append(path)
+            continue
+        if damaged:
+            parts.metrics.note(
+                f"WARNING: {len(damaged)} newer checkpoint{'s' * (len(damaged) > 1)} cannot be "
+                f"used; the run goes back to step {loaded.step}"
+            )
+        return loaded, damaged
+    raise DamageError(f"no checkpoint is whole: {', '.join(map(str, candidates))} are all damaged")
+
+
+def _name_strangers(parts: RunParts, loaded: LoadedState) -> None:
+    """Tell of files that are not the checkpoint's and of saves that never ended."""
+    if parts.mesh.world.index:
         return
+    strange = foreign_files(loaded.path, loaded.manifest)
+    if strange:
+        parts.metrics.note(f"ignored in {loaded.path}, not part of it: {', '.join(strange)}")
+    never_ended = uncommitted(loaded.path.parent)
+    if never_ended:
+        parts.metrics.note(
+            f"ignored in {loaded.path.parent}, without a {COMMIT} file: {', '.join(never_ended)}"
+        )
+
+
+def _take_over(parts: RunParts, saved: dict[str, Any], *, progress: bool, own: bool) -> None:
+    """Restore the training state; a checkpoint made by other software has less of it."""
     run_id = parts.state.run_id
-    optimizer.updates = int(loaded.state["optimizer_updates"])
-    parts.scaler.load_state_dict(loaded.state["scaler"])
-    parts.state.restore(loaded.state["train"])
-    if newest is None:
+    parts.optimizer.updates = int(saved.get("optimizer_updates", 0))
+    if "scaler" in saved:
+        parts.scaler.load_state_dict(saved["scaler"])
+    if not progress:
+        return
+    if "train" in saved:
+        parts.state.restore(saved["train"])
+    if not own:
         parts.state.run_id = run_id  # another run's checkpoint, but this run
-    for change in _changes(loaded.state["data"], data_settings(parts.config)):
+    for change in _changes(saved.get("data"), data_settings(parts.config)):
         parts.metrics.note(
             f"warning: {change} since the checkpoint was saved; samples now come in another "
             f"order, so some may be read again or left out"
@@ -46,12 +103,14 @@ def resume(parts: RunParts) -> None:
 
 
 def save(parts: RunParts) -> None:
-    """Write a checkpoint of the current step. Collective.
+    """Begin a checkpoint of the current step, and end it if saving is not asynchronous. Collective.
 
     Owned pieces only: over all ranks every element is written once, whatever the layout. Model
-    weights are the fp32 masters.
+    weights are the fp32 masters. A save in flight is waited for first. Raises CheckpointError on
+    all ranks if one has failed and `checkpoint.on_error=stop`.
     """
-    parts.store.save(
+    _wait(parts)
+    parts.store.begin(
         parts.state.step,
         parts.optimizer.pieces(only_owned=True),
         state={
@@ -62,6 +121,41 @@ def save(parts: RunParts) -> None:
         },
         meta={"model": parts.config.model, "layout": parts.layout_sizes},
     )
+    if not parts.config.checkpoint.async_save:
+        _wait(parts)
+
+
+def must_stop(parts: RunParts) -> bool:
+    """Whether this rank knows of a failed save that ends the run; else a failure is told of."""
+    if not parts.store.failed:
+        return False
+    if parts.config.checkpoint.on_error == "continue":
+        _wait(parts)
+        return False
+    return True
+
+
+def finish(parts: RunParts) -> None:
+    """Return when the last save is on the disk. Raises CheckpointError if it failed."""
+    parts.store.wait()
+
+
+def settle(parts: RunParts) -> None:
+    """Let a save in flight end before the process does, whatever else has stopped the run."""
+    try:
+        parts.store.wait()
+    except CheckpointError as error:
+        parts.metrics.note(f"WARNING: {error}")
+
+
+def _wait(parts: RunParts) -> None:
+    """Wait for a save in flight; if it failed, tell of it or raise."""
+    try:
+        parts.store.wait()
+    except CheckpointError as error:
+        if parts.config.checkpoint.on_error == "stop":
+            raise
+        parts.metrics.note(f"WARNING: {error}. Training goes on (checkpoint.on_error=continue)")
 
 
 def data_settings(config: Config) -> dict[str, Any]:
@@ -79,13 +173,13 @@ def data_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    for name, value in now.items():
+def _changes(saved: dict[str, Any] | None, now: dict[str, Any]) -> Iterator[str]:
+    for name, value in now.items() if saved is not None else ():
         if saved.get(name) != value:
             yield f"{name} has changed from {saved.get(name)} to {value}"
 
 
-def _check_kinds(manifest: Manifest, kinds: tuple[str, ...], source: int | Path) -> None:
+def _check_kinds(manifest: Manifest, kinds: tuple[str, ...], source: Path) -> None:
     """Refuse a checkpoint of another optimizer with the way out, not with a missing tensor."""
     saved = {key.partition("/")[0] for key in manifest.tensors}
     missing = [kind for kind in kinds if kind not in saved]

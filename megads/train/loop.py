@@ -13,7 +13,7 @@ from megads.launch.signals import StopRequest
 from megads.models.flops import device_peak_tflops, training_flops
 from megads.parallel.collectives import synchronize
 from megads.train.build import RunParts, build
-from megads.train.checkpointing import resume, save
+from megads.train.checkpointing import finish, must_stop, resume, save, settle
 from megads.train.evaluate import evaluate
 from megads.train.metrics import device_name
 from megads.train.step import StepResult, train_step
@@ -24,7 +24,8 @@ def train(config: Config, info: RankInfo) -> int:
     """Run or resume training to `train.steps`; returns the exit status. Collective.
 
     Raises NonFiniteError when a loss or gradient norm is not finite and `train.nonfinite=stop`;
-    the model has not been updated with it then, and no checkpoint written.
+    the model has not been updated with it then, and no checkpoint written. Raises CheckpointError
+    when a save failed and `checkpoint.on_error=stop`, or when it was the last one.
     """
     with StopRequest() as stop:
         parts = build(config, info)
@@ -32,6 +33,7 @@ def train(config: Config, info: RankInfo) -> int:
             resume(parts)
             status = _run(parts, stop)
         finally:
+            settle(parts)
             parts.loader.close()
             parts.metrics.close()
         parts.close()
@@ -49,7 +51,7 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     saved_at = state.step
     while state.step < steps:
         started = time.perf_counter()
-        result = train_step(parts, stop_requested=stop.requested)
+        result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
         synchronize(parts.mesh.device)
         _report(parts, result, time.perf_counter() - started)
         _check_finite(parts, result)
@@ -60,10 +62,12 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
             save(parts)
             saved_at = state.step
         if result.stop_requested and not is_last:
+            finish(parts)
             parts.metrics.note(f"stopped on request; step {state.step} is saved")
             return STOPPED_STATUS
     if checkpoint.save_last and saved_at != state.step:
         save(parts)
+    finish(parts)
     return FINISHED_STATUS
 
 

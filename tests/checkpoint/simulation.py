@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megads.checkpoint import store
+from megads.checkpoint import exchange
+from megads.checkpoint.writer import SaveMeta
 from megads.config.model import ModelConfig
 from megads.parallel.mesh import Axis
 
@@ -23,7 +24,7 @@ MODEL = ModelConfig(
     max_seq_length=16,
     activation="swiglu",
 )
-META: store.SaveMeta = {"model": MODEL, "layout": {"tp": 1, "pp": 1, "dp": 1}}
+META: SaveMeta = {"model": MODEL, "layout": {"tp": 1, "pp": 1, "dp": 1}}
 
 
 def simulate(world_size: int, fn: Callable[[Axis], Any]) -> list[Any]:
@@ -47,10 +48,10 @@ def simulate(world_size: int, fn: Callable[[Axis], Any]) -> list[Any]:
         except Exception as error:
             return error
 
-    real = store.all_gather_object
-    store.all_gather_object = gather
+    real = exchange.all_gather_object
+    exchange.all_gather_object = gather
     try:
         with ThreadPoolExecutor(world_size) as pool:
             return list(pool.map(run, range(world_size)))
     finally:
-        store.all_gather_object = real
+        exchange.all_gather_object = real

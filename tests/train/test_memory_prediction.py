@@ -161,7 +161,7 @@ def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
             "sequence_parallel": tp > 1 and draw.random() < 0.5,
         }
         values["model"] |= {
-            "num_layers": draw.randrange(pp * chunks, 9),
+            "num_layers": draw.randrange(pp * chunks, 7),
             "ffn_hidden_size": 4 * draw.randrange(1, 20),
             "vocab_size": draw.choice((97, 101, 263)),
         }
@@ -196,13 +196,17 @@ def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
 
 @pytest.mark.usefixtures("alone")
 def test_predicted_bytes_are_the_measured_ones(tmp_path: Path) -> None:
+    """On any rank of each stage."""
+    draw = random.Random(4)
     for config, layout in configurations(tmp_path):
         for stage in range(layout.pp):
             ranks = [r for r in range(layout.world_size) if layout.coords(r).pp == stage]
-            want = predict_states(config, layout, stage)
-            activations = predict_activations(config, layout, stage, device="cpu")
-            for rank in {ranks[0], ranks[-1]}:
-                assert measured(config, layout, rank) == (want, activations), (rank, config)
+            want = (
+                predict_states(config, layout, stage),
+                predict_activations(config, layout, stage, device="cpu"),
+            )
+            rank = draw.choice(ranks)
+            assert measured(config, layout, rank) == want, (rank, config)
 
 
 RUNS = [
