@@ -61,13 +61,6 @@ def all_reduce_async(tensor: Tensor, axis: Axis, op: Op = "sum") -> Handle:
     return Handle([dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=True)])
 
 
-def broadcast(tensor: Tensor, axis: Axis, source_index: int = 0) -> Tensor:
-    """Overwrite `tensor` with that of the axis member at `source_index`; returns it."""
-    if axis.size > 1:
-        dist.broadcast(tensor, axis.ranks[source_index], group=axis.group)
-    return tensor
-
-
 def all_gather_dim0(tensor: Tensor, axis: Axis) -> Tensor:
     """Concatenate the axis members' equally shaped tensors along dim 0."""
     if axis.size == 1:

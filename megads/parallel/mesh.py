@@ -146,10 +146,6 @@ class Mesh:
                 dist.destroy_process_group(group)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp.index == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp.index == self.pp.size - 1
 

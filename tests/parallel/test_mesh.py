@@ -45,7 +45,6 @@ def seen(rank: int, world: int, layout: ParallelLayout, kv_heads: int | None) ->
         total = collectives.all_reduce(torch.tensor(10**rank), axis)
         assert (axis.group is None) == (axis.size == 1)
         result[name] = Seen(axis.ranks, axis.size, axis.index, int(total))
-    assert mesh.is_first_stage == (mesh.coords.pp == 0)
     assert mesh.is_last_stage == (mesh.coords.pp == layout.pp - 1)
     return result
 
@@ -154,7 +153,7 @@ def test_activations_go_to_the_next_stage_and_gradients_back(
 def test_one_process_needs_no_group() -> None:
     mesh = Mesh.single()
     assert mesh.layout == ParallelLayout() and mesh.links == PipelineLinks()
-    assert mesh.is_first_stage and mesh.is_last_stage
+    assert mesh.is_last_stage
     for name in AXES:
         axis = getattr(mesh, name)
         assert (axis.name, axis.size, axis.index, axis.group) == (name, 1, 0, None)
