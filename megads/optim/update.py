@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megads.config.schema import OptimConfig
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update shares over all tensors.
+
+    `step` counts updates from 1. Gradients are divided by `grad_scale` (a scalar tensor) before
+    use.
+    """
+
+    step: int
+    lr: float
+    weight_decay: float = 0.0
+    grad_scale: Tensor | None = None
 
 
 class UpdateRule(Protocol):
@@ -21,17 +36,9 @@ class UpdateRule(Protocol):
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[Sequence[Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor | None,
+        update: Update,
     ) -> None:
-        """Update `params` in place.
-
-        `states[i]` are the tensors of `state_names[i]`, parallel to `params`. `step` counts
-        updates from 1. Gradients are divided by `grad_scale` (a scalar tensor) before use.
-        """
+        """Update `params` in place; `states[i]` are the tensors of `state_names[i]`."""
 
 
 class AdamW:
@@ -47,24 +54,20 @@ class AdamW:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[Sequence[Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor | None,
+        update: Update,
     ) -> None:
         self._kernel(
             list(params),
             list(grads),
             list(states[0]),
             list(states[1]),
-            step=step,
-            lr=lr,
+            step=update.step,
+            lr=update.lr,
             beta1=self._betas[0],
             beta2=self._betas[1],
             eps=self._eps,
-            weight_decay=weight_decay,
-            grad_scale=grad_scale,
+            weight_decay=update.weight_decay,
+            grad_scale=update.grad_scale,
         )
 
 
@@ -83,23 +86,19 @@ class SGD:
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[Sequence[Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor | None,
+        update: Update,
     ) -> None:
         weights, directions = list(params), list(grads)
-        if grad_scale is not None:
-            torch._foreach_div_(directions, grad_scale)
-        if weight_decay:
-            torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        if update.grad_scale is not None:
+            torch._foreach_div_(directions, update.grad_scale)
+        if update.weight_decay:
+            torch._foreach_mul_(weights, 1 - update.lr * update.weight_decay)
         if self._momentum:
             momenta = list(states[0])
             torch._foreach_mul_(momenta, self._momentum)
             torch._foreach_add_(momenta, directions)
             directions = momenta
-        torch._foreach_add_(weights, directions, alpha=-lr)
+        torch._foreach_add_(weights, directions, alpha=-update.lr)
 
 
 def make_update_rule(config: OptimConfig, adamw_kernel: Callable[..., None]) -> UpdateRule:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megads.config.schema import OptimConfig
 from megads.optim.clip import global_norm
-from megads.optim.update import UpdateRule
+from megads.optim.update import Update, UpdateRule
 from megads.parallel import collectives
 from megads.parallel.ledger import Ledger
 from megads.parallel.mesh import Mesh
@@ -129,10 +129,12 @@ class ZeroOptimizer:
             [master[r] for r in local],
             [shard.grads[r] for r in runs],
             [[piece.tensors[name][r] for r in local] for name in self._rule.state_names],
-            step=self.updates,
-            lr=lr,
-            weight_decay=self._config.weight_decay if decays else 0.0,
-            grad_scale=torch.tensor(divisor, device=master.device) if divisor != 1.0 else None,
+            Update(
+                self.updates,
+                lr,
+                self._config.weight_decay if decays else 0.0,
+                torch.tensor(divisor, device=master.device) if divisor != 1.0 else None,
+            ),
         )
 
     def _gather(self, shard: Shard) -> collectives.Handle:

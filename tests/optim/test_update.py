@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megads.config.schema import OptimConfig
 from megads.kernels.reference import adamw
-from megads.optim.update import SGD, AdamW, UpdateRule, make_update_rule
+from megads.optim.update import SGD, AdamW, Update, UpdateRule, make_update_rule
 
 SIZES = (1, 7, 64, 1003, 0)
 """An empty slice is what a rank owns of a bucket that holds only padding there."""
@@ -32,15 +32,8 @@ def run(
         grads = normal(100 + i)
         if scale is not None:
             grads = [g * scale for g in grads]
-        rule(
-            params,
-            grads,
-            states,
-            step=first_step + i,
-            lr=lr,
-            weight_decay=weight_decay,
-            grad_scale=None if scale is None else torch.tensor(scale, dtype=torch.float64),
-        )
+        divisor = None if scale is None else torch.tensor(scale, dtype=torch.float64)
+        rule(params, grads, states, Update(first_step + i, lr, weight_decay, divisor))
     return params
 
 
@@ -85,15 +78,7 @@ def test_two_updates_of_sgd_by_hand() -> None:
     param, momentum = torch.tensor([10.0]), torch.zeros(1)
     rule = SGD(OptimConfig(name="sgd", momentum=0.5))
     for step, (grad, expected) in enumerate([(1.0, 8.5), (3.0, 5.9)], start=1):
-        rule(
-            [param],
-            [torch.tensor([grad])],
-            [[momentum]],
-            step=step,
-            lr=0.5,
-            weight_decay=0.2,
-            grad_scale=None,
-        )
+        rule([param], [torch.tensor([grad])], [[momentum]], Update(step, 0.5, 0.2))
         assert param.item() == pytest.approx(expected)
     assert momentum.item() == 3.5
 
@@ -131,7 +116,7 @@ def test_fp32_is_as_close_as_fp32_can_be() -> None:
         for param, grad in zip(expected, grads, strict=True):
             param.grad = grad.clone()
         optimizer.step()
-        rule(params, grads, states, step=step, lr=0.01, weight_decay=0.1, grad_scale=None)
+        rule(params, grads, states, Update(step, 0.01, 0.1))
     for param, want in zip(params, expected, strict=True):
         torch.testing.assert_close(param, want, rtol=2e-6, atol=2e-7)
 
