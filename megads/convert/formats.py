@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.convert import hf, hf_write, megads_format
+from megads.convert import megads_format
+from megads.convert.deepspeed import reader as deepspeed
+from megads.convert.hf import reader as hf
+from megads.convert.hf import writer as hf_writer
+from megads.convert.megatron import files as megatron_files
+from megads.convert.megatron import reader as megatron
+from megads.convert.megatron import writer as megatron_writer
+from megads.convert.neox import reader as neox
 from megads.convert.source import ReadOptions, Report, Source, WriteOptions
 from megads.errors import CheckpointError
 
@@ -25,7 +32,10 @@ class Format:
 
 FORMATS: Mapping[str, Format] = {
     "megads": Format(megads_format.holds, megads_format.open_source, megads_format.write),
-    "hf": Format(hf.holds, hf.open_source, hf_write.write),
+    "megatron-lm": Format(megatron_files.holds, megatron.open_source, megatron_writer.write),
+    "megatron-deepspeed": Format(deepspeed.holds, deepspeed.open_source),
+    "gpt-neox": Format(neox.holds, neox.open_source),
+    "hf": Format(hf.holds, hf.open_source, hf_writer.write),
 }
 
 

@@ -8,7 +8,7 @@ so that no model has to fit into memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,12 +84,21 @@ class Trained:
     samples: int = 0
 
 
+def precision_of(args: Mapping[str, Any]) -> torch.dtype | None:
+    """What the arguments of Megatron say of the type it computes in; None: that of its weights."""
+    if args.get("bf16"):
+        return torch.bfloat16
+    return torch.float16 if args.get("fp16") else None
+
+
 class Source(ABC):
     """A checkpoint of one format.
 
     `kinds`: which of the weights ("param") and Adam's moments it holds, weights first; weights are
     fp32 masters where there are any. `extras`: files to carry along, such as a tokenizer's.
-    `notes`: what was decided where the files leave a choice, for the user to read.
+    `precision`: the type the model computes in, where the weights are masters of a wider one; that
+    is the type of files that hold no optimizer's state, unless another one is asked for. `notes`:
+    what was decided where the files leave a choice, for the user to read.
     """
 
     format: str
@@ -98,6 +107,7 @@ class Source(ABC):
     kinds: tuple[Kind, ...] = ("param",)
     trained: Trained = Trained()
     extras: tuple[Path, ...] = ()
+    precision: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
     @abstractmethod
@@ -110,6 +120,10 @@ class Source(ABC):
     @abstractmethod
     def dtype(self, kind: Kind, name: str) -> torch.dtype:
         """Type of a canonical tensor, without reading it."""
+
+    def weights_dtype(self, name: str, options: WriteOptions) -> torch.dtype:
+        """Type of a weight in a file that holds no optimizer's state."""
+        return options.dtype or self.precision or self.dtype("param", name)
 
     @abstractmethod
     def tensor(self, kind: Kind, name: str) -> Tensor:

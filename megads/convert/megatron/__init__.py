@@ -1,0 +1,1 @@
+"""Megatron-LM, in and out."""
