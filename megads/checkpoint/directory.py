@@ -59,7 +59,7 @@ def uncommitted(directory: Path) -> list[str]:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that `path` means: itself, or all in it or in its `checkpoints`, newest first.
+    """The checkpoints that `path` means, newest first: itself, or all in it or its `checkpoints`.
 
     Raises CheckpointError saying what was looked for.
     """
@@ -197,9 +197,9 @@ def set_aside(path: Path) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint, or what is left of one; at no time does half of one look whole."""
-    if not _TEMPORARY.fullmatch(path.name):
-        step = path.name.rpartition("step-")[2].partition("-")[0]
-        path = path.rename(path.with_name(f".tmp-step-{step}-{secrets.token_hex(4)}"))
+    if _STEP.fullmatch(path.name):
+        path = path.rename(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
+    (path / COMMIT).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 

@@ -14,8 +14,14 @@ from torch import Tensor
 from megads.checkpoint import io
 from megads.checkpoint.blocks import BlockReader, check_whole
 from megads.checkpoint.directory import read_manifest
-from megads.checkpoint.manifest import ITEM_SIZES, SUMS, FileEntry, Manifest, TensorEntry
-from megads.checkpoint.manifest import model_differences
+from megads.checkpoint.manifest import (
+    ITEM_SIZES,
+    SUMS,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    model_differences,
+)
 from megads.checkpoint.reshard import Read, plan_reads
 from megads.config.model import ModelConfig
 from megads.errors import CheckpointError, DamageError
@@ -63,11 +69,11 @@ def fill_pieces(path: Path, manifest: Manifest, wanted: Sequence[TensorPiece]) -
     contents = manifest.by_file(reads)
     jobs: list[tuple[Path, FileEntry, list[_Copy]]] = []
     for name, copies in reads.items():
-        file, entry = path / name, manifest.files[name]
-        if not entry.digest.startswith(SUMS):
-            check_whole(file, entry)
-        placed = _placed(file, entry, contents[name], copies)
-        jobs += [(file, entry, job) for job in _jobs(placed)]
+        file, expected = path / name, manifest.files[name]
+        if not expected.digest.startswith(SUMS):
+            check_whole(file, expected)
+        placed = _placed(file, expected, contents[name], copies)
+        jobs += [(file, expected, job) for job in _jobs(placed)]
     # Stored pieces may share a page of their file, which two threads must not change at once.
     in_memory = all(isinstance(piece.data, Tensor) for piece in wanted)
     threads = torch.get_num_threads() if in_memory else 1
@@ -101,11 +107,13 @@ def _placed(
 def _jobs(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
     """Runs of copies of about the same size."""
     job: list[_Copy] = []
+    filled = 0
     for copy in copies:
         job.append(copy)
-        if sum(c.high - c.low for c in job) >= _JOB:
+        filled += copy.high - copy.low
+        if filled >= _JOB:
             yield job
-            job = []
+            job, filled = [], 0
     if job:
         yield job
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def _load_first(
                 path,
                 wanted,
                 model=parts.config.model,
-                check=lambda manifest, path=path: _check_kinds(manifest, kinds, path),
+                check=partial(_check_kinds, kinds=kinds, source=path),
             )
         except DamageError as error:
             if parts.config.checkpoint.on_damage == "stop":
@@ -95,7 +96,7 @@ def _take_over(parts: RunParts, saved: dict[str, Any], *, progress: bool, own: b
         parts.state.restore(saved["train"])
     if not own:
         parts.state.run_id = run_id  # another run's checkpoint, but this run
-    for change in _changes(saved.get("data"), data_settings(parts.config)):
+    for change in _changes(saved.get("data", {}), data_settings(parts.config)):
         parts.metrics.note(
             f"warning: {change} since the checkpoint was saved; samples now come in another "
             f"order, so some may be read again or left out"
@@ -173,13 +174,14 @@ def data_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _changes(saved: dict[str, Any] | None, now: dict[str, Any]) -> Iterator[str]:
-    for name, value in now.items() if saved is not None else ():
+def _changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What is not as it was; a checkpoint that does not say how it was has no changes."""
+    for name, value in now.items() if saved else ():
         if saved.get(name) != value:
             yield f"{name} has changed from {saved.get(name)} to {value}"
 
 
-def _check_kinds(manifest: Manifest, kinds: tuple[str, ...], source: Path) -> None:
+def _check_kinds(manifest: Manifest, *, kinds: tuple[str, ...], source: Path) -> None:
     """Refuse a checkpoint of another optimizer with the way out, not with a missing tensor."""
     saved = {key.partition("/")[0] for key in manifest.tensors}
     missing = [kind for kind in kinds if kind not in saved]

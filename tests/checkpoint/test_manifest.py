@@ -45,7 +45,7 @@ def test_round_trip():
 
 def test_it_is_plain_json_that_says_what_is_where():
     raw = json.loads(encode_manifest(small()))
-    assert raw["format"] == "megads" and raw["version"] == 1 and raw["step"] == 7
+    assert raw["format"] == "megads" and raw["version"] == 2 and raw["step"] == 7
     assert raw["tensors"]["w"]["pieces"][1] == {
         "file": FILE,
         "tensor": "w@2,0",
@@ -106,7 +106,7 @@ PIECE = "tensors.w.pieces.1"
         ("step", -1, "step"),
         ("step", True, "step"),
         ("version", 0, "version"),
-        ("version", 2, "newer"),
+        ("version", 3, "newer"),
         ("format", "other", "format"),
         ("model.hidden_size", "wide", "hidden_size"),
         ("model.surprise", 1, "surprise"),
