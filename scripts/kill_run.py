@@ -19,7 +19,7 @@ from megads.checkpoint.directory import committed_steps, step_path
 from megads.checkpoint.reader import verify
 from megads.errors import CheckpointError
 
-STEPS, KEEP = 60, 3
+KEEP = 3
 START_LIMIT_S, END_LIMIT_S = 180.0, 60.0
 FILE_LIMIT = 100 << 10
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
@@ -31,7 +31,6 @@ WORDS = [
     "model.vocab_size=101",
     "model.max_seq_length=16",
     "model.hidden_dropout=0.1",
-    f"train.steps={STEPS}",
     "train.seq_length=16",
     "train.micro_batch_size=2",
     "train.global_batch_size=12",
@@ -98,7 +97,7 @@ class Run:
         return found
 
     def has_stepped(self) -> bool:
-        return re.search(rf"^step \d+/{STEPS}", self.text(), re.MULTILINE) is not None
+        return re.search(r"^step \d+/", self.text(), re.MULTILINE) is not None
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")

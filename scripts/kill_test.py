@@ -74,8 +74,10 @@ def write_tokens(prefix: Path) -> str:
 class Driver:
     """Goes from run to run, and in each from fault to fault, until all rounds are done."""
 
-    def __init__(self, place: Path, mounted: Path | None, rounds: int, seed: int) -> None:
-        self.place, self.mounted, self.rounds = place, mounted, rounds
+    def __init__(
+        self, place: Path, mounted: Path | None, *, rounds: int, steps: int, seed: int
+    ) -> None:
+        self.place, self.mounted, self.rounds, self.steps = place, mounted, rounds, steps
         self.draw = random.Random(seed)
         self.data = f"data.paths=[{write_tokens(place / 'tokens')}]"
         self.references: dict[str, list[tuple[object, ...]]] = {}
@@ -98,7 +100,7 @@ class Driver:
 
     def one_run(self, layout: str) -> None:
         """A run with faults until it has finished, or rounds are done and it may finish."""
-        words = [*WORDS, self.data, *LAYOUTS[layout]]
+        words = [*WORDS, f"train.steps={self.steps}", self.data, *LAYOUTS[layout]]
         want = self.reference(layout, words)
         self.runs += 1
         run = Run(self.place / f"run-{self.runs}", words)
@@ -151,6 +153,7 @@ def main() -> int:
     """The command; its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--directory", type=Path, help="default: a small tmpfs, if one may mount it"
@@ -160,7 +163,9 @@ def main() -> int:
     with workplace(options.directory) as (place, mounted):
         how = f"a tmpfs of {DISK_BYTES >> 20} MiB" if mounted else f"files of {FILE_LIMIT} bytes"
         print(f"in {place}; the disk is full by {how}", flush=True)
-        driver = Driver(place, mounted, options.rounds, options.seed)
+        driver = Driver(
+            place, mounted, rounds=options.rounds, steps=options.steps, seed=options.seed
+        )
         try:
             driver.run(options.layouts)
         except Wrong as error:

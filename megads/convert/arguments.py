@@ -13,6 +13,7 @@ from megads.convert.formats import FORMATS
 from megads.convert.run import writable
 from megads.convert.source import ReadOptions, WriteOptions
 
+_FILE_MB = 5120
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,18 +37,24 @@ def parse(words: Sequence[str]) -> Arguments:
     given = parser.parse_args(words)
     if (given.tp, given.pp) != (1, 1) and given.to != "megatron-lm":
         parser.error(f"--tp and --pp cut the files of --to megatron-lm; {given.to} has no such cut")
+    target = FORMATS[given.to]
+    if given.max_file_mb is not None and not target.free_files:
+        parser.error(f"--max-file-mb: the sizes of the files of --to {given.to} are its own")
+    if given.keep_padding and given.vocab_size is not None:
+        parser.error("--vocab-size cuts off the padded rows that --keep-padding keeps; choose one")
+    optimizer = target.moments and not given.drop_optimizer
     return Arguments(
         given.source,
         given.target,
         given.from_format,
         given.to,
-        ReadOptions(given.step, given.qkv, given.keep_padding, given.vocab_size),
+        ReadOptions(given.step, given.qkv, given.keep_padding, given.vocab_size, optimizer),
         WriteOptions(
             DTYPES.get(given.dtype),
             not given.drop_optimizer,
             given.tp,
             given.pp,
-            given.max_file_mb << 20,
+            (given.max_file_mb or _FILE_MB) << 20,
         ),
         given.table,
         given.check,
@@ -76,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--drop-optimizer", action="store_true", help="weights only")
     add("--tp", type=_positive, default=1, help="tensor-parallel size of the result's files")
     add("--pp", type=_positive, default=1, help="pipeline-parallel size of the result's files")
-    add("--max-file-mb", type=_positive, default=5120, help="largest file (default: 5120)")
+    add("--max-file-mb", type=_positive, help=f"largest file (default: {_FILE_MB})")
     add(
         "--qkv",
         default="auto",

@@ -8,6 +8,8 @@ of each head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,15 @@ def to_grouped(tensor: Tensor, model: ModelConfig) -> Tensor:
     parts = tensor.split([heads * width, groups * width, groups * width])
     views = [part.unflatten(0, (groups, -1, width)) for part in parts]
     return torch.cat(views, dim=1).flatten(0, 2)
+
+
+def in_sections(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Parts with one section each of `rows` -> the first section of all parts, then the second.
+
+    Raises RuntimeError if a part has not so many rows.
+    """
+    sections = zip(*(part.split(list(rows)) for part in parts), strict=True)
+    return torch.cat([torch.cat(section) for section in sections])
 
 
 def _queries(model: ModelConfig) -> int:

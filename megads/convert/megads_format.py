@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megads.checkpoint.manifest import Manifest
 from megads.checkpoint.reader import fill_pieces
 from megads.checkpoint.reshard import assign_writers
 from megads.checkpoint.writer import SaveMeta, SavePlan, make_manifest, piece_info, write_share
+from megads.convert.narrow import retype
 from megads.convert.source import (
     Kind,
     ReadOptions,
@@ -59,8 +60,7 @@ class _Megads(Source):
         self.kinds = tuple(
             kind for kind in KINDS if any(k.startswith(f"{kind}/") for k in self.manifest.tensors)
         )
-        train: Any = self.manifest.state.get("train", {})
-        self.trained = Trained(self.manifest.step, int(train.get("samples", 0)))
+        self.trained = Trained(self.manifest.step, _samples(found, self.manifest.state))
 
     def training_state(self) -> dict[str, Any]:
         return dict(self.manifest.state)
@@ -86,6 +86,17 @@ class _Megads(Source):
 
     def stored(self) -> Iterator[str]:
         yield from self.manifest.tensors
+
+
+def _samples(path: Path, state: Mapping[str, Any]) -> int:
+    """Samples that the run had taken, 0 for weights that nothing was trained with."""
+    train = state.get("train", {})
+    samples = train.get("samples", 0) if isinstance(train, Mapping) else None
+    if type(samples) is not int or samples < 0:
+        raise CheckpointError(
+            f"{path}: its manifest says train={train!r}, which has no number of samples"
+        )
+    return samples
 
 
 def write(source: Source, target: Path, options: WriteOptions, report: Report) -> None:
@@ -119,22 +130,31 @@ def _piece(
     dtype = source.dtype(kind, name)
     if kind == "param" and options.dtype is not None:
         dtype = options.dtype
-    data = _Read(source, kind, name, math.prod(shape), report)
+    data = _Read(source, kind, name, dtype, math.prod(shape), report)
     return TensorPiece(f"{kind}/{name}", dtype, shape, (0,) * len(shape), shape, data)
 
 
 class _Read(Stored):
-    """A tensor of a source, read when it is written."""
+    """A tensor of a source as `dtype`, read when it is written."""
 
-    def __init__(self, source: Source, kind: Kind, name: str, numel: int, report: Report) -> None:
+    def __init__(
+        self,
+        source: Source,
+        kind: Kind,
+        name: str,
+        dtype: torch.dtype,
+        numel: int,
+        report: Report,
+    ) -> None:
         self._source, self._kind, self._name, self._numel = source, kind, name, numel
         self._report = report
-        self.dtype = source.dtype(kind, name)
+        self.dtype = dtype
 
     def numel(self) -> int:
         return self._numel
 
     @contextlib.contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
-        yield self._source.tensor(self._kind, self._name).view(-1)
+        tensor = self._source.tensor(self._kind, self._name).view(-1)
+        yield retype(tensor, self.dtype, f"{self._source.path}: {self._kind} of {self._name}")
         self._report(self._kind, self._name)

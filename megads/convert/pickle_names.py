@@ -7,6 +7,7 @@ classes are stand-ins. The list is closed; `look_up` refuses all else.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -58,8 +59,14 @@ def look_up(module: str, name: str) -> Any:
     if (module, name) in _NAMES:
         return _NAMES[module, name]
     if (module, name) in _CLASSES or module.partition(".")[0] in _FOREIGN:
-        return type(name, (Inert,), {"path": f"{module}.{name}"})
+        return _stand_in(module, name)
+    if module == "signal" and _SIGNAL.fullmatch(name):
+        return _stand_in(module, name)()
     raise CheckpointError(f"refused: the file asks for {module}.{name}")
+
+
+def _stand_in(module: str, name: str) -> type[Inert]:
+    return type(name, (Inert,), {"path": f"{module}.{name}"})
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
@@ -126,10 +133,10 @@ def _dict(pairs: Any = ()) -> dict[Any, Any]:
     return dict(_ordered(pairs.items() if isinstance(pairs, dict) else pairs))
 
 
-def _bytes(text: Any, encoding: Any = "latin1") -> bytes:
-    """How pickles of protocol 2 hold bytes: as text."""
-    if not isinstance(text, str):
-        raise CheckpointError("refused: bytes that are no text")
+def _bytes(text: Any, encoding: Any) -> bytes:
+    """How pickles of protocol 2 hold bytes: as text, one character for each."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise CheckpointError("refused: bytes that are no text of latin1")
     return text.encode("latin1")
 
 
@@ -168,7 +175,16 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 _FOREIGN = ("megatron", "deepspeed", "transformer_engine", "apex")
 """Packages of which every class is stood in for."""
 
-_CLASSES = {("argparse", "Namespace"), ("signal", "Signals"), ("pathlib", "PosixPath")} | {
+_SIGNAL = re.compile(r"SIG[A-Z0-9_]+")
+"""Members of `signal.Signals`, as Pythons that pickle them by name do."""
+
+_CLASSES = {
+    ("argparse", "Namespace"),
+    ("types", "SimpleNamespace"),
+    ("signal", "Signals"),
+    ("pathlib", "PosixPath"),
+    ("_io", "BytesIO"),
+} | {
     (f"torch.distributed.checkpoint.{module}", name)
     for module, names in {
         "metadata": (
@@ -183,6 +199,10 @@ _CLASSES = {("argparse", "Namespace"), ("signal", "Signals"), ("pathlib", "Posix
         ),
     }.items()
     for name in names
+}
+_CLASSES |= {
+    ("torch.distributed._shard.sharded_tensor.metadata", name)
+    for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
 }
 _CLASSES |= {("numpy", "dtype"), ("numpy", "ndarray")} | {
     (f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")

@@ -28,7 +28,7 @@ __all__ = ["Inert", "load_pickle", "load_plain_pickle"]
 _MAGIC = 0x1950A86A20F9469CFC6C
 """The first pickle of a file written by torch.save before version 1.6."""
 _KEY_LIMIT = 1000
-"""Parts of a dictionary's key. Hashing a deeply nested one would exhaust the stack."""
+"""Most parts of a dictionary's key. Hashing a deeply nested one would exhaust the stack."""
 
 Storages = Callable[[tuple[Any, ...]], Tensor]
 """The elements that a persistent id of torch.save stands for."""
@@ -171,14 +171,15 @@ def _may_fill(target: Any, kind: type, keys: Sequence[Any] = ()) -> None:
 
 
 def _may_hash(keys: Sequence[Any]) -> None:
-    parts = [key for key in keys if isinstance(key, tuple)]
-    for seen in range(len(parts) + _KEY_LIMIT):
-        if not parts:
-            return
-        if seen >= len(keys) + _KEY_LIMIT:
-            break
-        parts += [part for part in parts.pop() if isinstance(part, tuple)]
-    raise CheckpointError("refused: the file has a key of too many parts")
+    for key in keys:
+        parts, count = [key], 0
+        while parts:
+            part = parts.pop()
+            if isinstance(part, tuple):
+                count += len(part)
+                if count > _KEY_LIMIT:
+                    raise CheckpointError("refused: the file has a key of too many parts")
+                parts += part
 
 
 def _refuse(unpickler: _Unpickler) -> None:

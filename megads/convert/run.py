@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -60,12 +61,16 @@ def convert(source: Source, target: Path, to: str, options: WriteOptions, report
         write(source, temporary, options, report)
         for extra in source.extras:
             if not (temporary / extra.name).exists():
-                shutil.copyfile(extra, temporary / extra.name)
-        sync_directory(temporary)
+                _copy(extra, temporary / extra.name)
+        _sync_all(temporary)
         temporary.rename(target)
         sync_directory(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error}") from error
+    except (OSError, RuntimeError) as error:
+        # torch.save ends its file after a failed write too, and tells of that instead.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise CheckpointError(f"cannot write {target}: {cause}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -75,21 +80,66 @@ def writable() -> Sequence[str]:
     return [name for name, format in FORMATS.items() if format.write is not None]
 
 
+def _copy(source: Path, target: Path) -> None:
+    """A file's bytes, on the disk on return."""
+    with source.open("rb") as read, target.open("xb") as written:
+        shutil.copyfileobj(read, written)
+        written.flush()
+        os.fsync(written.fileno())
+
+
+def _sync_all(directory: Path) -> None:
+    """Make the names in a directory and in all below it durable, the innermost first."""
+    for path, _, _ in os.walk(directory, topdown=False):
+        sync_directory(Path(path))
+
+
 def check_equal(source: Source, result: Source, options: WriteOptions) -> int:
     """Hold what was written against the source, tensor by tensor, to the bit; how many there are.
 
-    Weights are compared in the type they were written in. Raises CheckpointError naming the first
-    tensor that differs.
+    Weights are compared in the type they had to be written in. Raises CheckpointError naming the
+    first setting of the model, kind, type or tensor that is not as it has to be.
     """
-    kinds = [kind for kind in source.kinds if kind in result.kinds]
+    written = FORMATS[result.format]
+    _check_models(source, result, exact=written.exact)
+    kinds = source.kinds if written.moments and options.optimizer else source.kinds[:1]
+    if missing := [kind for kind in kinds if kind not in result.kinds]:
+        raise CheckpointError(f"{result.path} lacks {', '.join(missing)}, which {source.path} has")
     count = 0
     for kind in kinds:
         for spec in param_specs(source.model):
+            what = f"{result.path}: {kind} of {spec.name}"
+            dtype = source.dtype(kind, spec.name)
+            if kind == "param" and written.moments:
+                dtype = options.dtype or dtype
+            elif kind == "param":
+                dtype = source.weights_dtype(spec.name, options)
             want, got = source.tensor(kind, spec.name), result.tensor(kind, spec.name)
-            if got.shape != want.shape or not _same_bits(want.to(got.dtype), got):
-                raise CheckpointError(f"{result.path}: {kind} of {spec.name} is not the source's")
+            if got.dtype != dtype:
+                raise CheckpointError(f"{what} is of {got.dtype} instead of {dtype}")
+            if got.shape != want.shape or not _same_bits(want.to(dtype), got):
+                raise CheckpointError(f"{what} is not the source's")
             count += 1
     return count
+
+
+_UNSAID = frozenset({"name", "vocab_multiple", "init_std", "init_scale_output"}) | {
+    "hidden_dropout",
+    "attention_dropout",
+}
+"""Fields of ModelConfig that foreign formats may have no place for; none changes the outputs."""
+_ROTATION = frozenset({"rope_theta", "rope_fraction", "rope_scaling"})
+
+
+def _check_models(source: Source, result: Source, *, exact: bool) -> None:
+    rotated = source.model.position == "rope"
+    unsaid = frozenset() if exact else _UNSAID | (frozenset() if rotated else _ROTATION)
+    want, got = (one.model.model_dump(exclude=set(unsaid)) for one in (source, result))
+    if wrong := [field for field in want if got[field] != want[field]]:
+        raise CheckpointError(
+            f"{result.path} is another model than {source.path}: "
+            + ", ".join(f"{field}={got[field]!r} instead of {want[field]!r}" for field in wrong)
+        )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -31,13 +31,15 @@ class ReadOptions:
     of fused projections are ordered where shapes do not tell ("auto": as the format's documentation
     says). `keep_padding`: take the padded rows of the vocabulary as words, for software that
     trained with them. `vocab_size`: how many words there are, for files that only know the padded
-    number.
+    number. `optimizer` False: the moments are not wanted, so state of the optimizer that cannot be
+    read does not stand in the way of the weights.
     """
 
     step: int | None = None
     qkv: Literal["auto", "grouped", "thirds"] = "auto"
     keep_padding: bool = False
     vocab_size: int | None = None
+    optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ EXTRA_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -72,16 +75,26 @@ EXTRA_FILES = (
 )
 """What Hugging Face puts beside weights; a converter that writes one of them itself does so."""
 
+MASTERS_NOTE = (
+    "the weights are the optimizer's fp32 masters; formats without its state get them rounded to "
+    "the type the model computed in"
+)
+"""For the notes of a source whose `precision` is narrower than its weights."""
+
 Report = Callable[[Kind, str], None]
 """Told of each canonical tensor that has been written."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """How far the model has been trained: optimizer updates and samples."""
+    """How far the model has been trained: optimizer updates and samples.
+
+    `seq_length`: the tokens of a sample; 0 if the files do not say.
+    """
 
     step: int = 0
     samples: int = 0
+    seq_length: int = 0
 
 
 def precision_of(args: Mapping[str, Any]) -> torch.dtype | None:
@@ -139,10 +152,9 @@ class Source(ABC):
     def training_state(self) -> dict[str, Any]:
         """What a checkpoint of megads says of the run, as far as this source knows."""
         trained = self.trained
-        return {
-            "train": {"step": trained.step, "samples": trained.samples, "tokens": 0, "run_id": ""},
-            "optimizer_updates": trained.step,
-        }
+        tokens = trained.samples * trained.seq_length
+        train = {"step": trained.step, "samples": trained.samples, "tokens": tokens, "run_id": ""}
+        return {"train": train, "optimizer_updates": trained.step}
 
     def check_complete(self) -> None:
         """Raise CheckpointError if a tensor is missing, or left over, by its name."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megads.config.model import ModelConfig
 from megads.convert.run import convert
 from megads.convert.source import Source, WriteOptions
 from megads.errors import CheckpointError
@@ -19,7 +20,8 @@ from megads.train.load import load_model
 
 TOLERANCE = 1e-4
 """Of logits of an ordinary size, up to 10; of larger ones in proportion."""
-BATCH, POSITIONS = 2, 64
+BATCH, POSITIONS, MOST_POSITIONS = 2, 64, 512
+"""Positions are more than POSITIONS where a sliding window would not show in so few."""
 
 
 def compare_logits(source: Source, result: Source) -> str:
@@ -36,8 +38,7 @@ def compare_logits(source: Source, result: Source) -> str:
         return "not checked: logits, as transformers is not installed"
     model = ours.model
     draw = torch.Generator().manual_seed(0)
-    length = min(POSITIONS, model.max_seq_length)
-    ids = torch.randint(0, model.vocab_size, (BATCH, length), generator=draw)
+    ids = torch.randint(0, model.vocab_size, (BATCH, _positions(model)), generator=draw)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -47,7 +48,7 @@ def compare_logits(source: Source, result: Source) -> str:
     other = AutoModelForCausalLM.from_pretrained(theirs.path, attn_implementation="eager")
     with torch.no_grad():
         want = _rounded(other.eval(), dtype)(ids).logits
-        with _own_form(ours, result.path.parent) as path:
+        with _own_form(ours) as path:
             own = load_model(path, dtype=torch.float32)
         got = _rounded(own, dtype)(ids)
     difference, size = float((got - want).abs().max()), float(want.abs().max())
@@ -62,6 +63,14 @@ def compare_logits(source: Source, result: Source) -> str:
     )
 
 
+def _positions(model: ModelConfig) -> int:
+    """How many to compute: more than see each other, unless the window is wider than affordable."""
+    length, window = POSITIONS, model.attention_window
+    if window is not None and window < MOST_POSITIONS:
+        length = min(window + POSITIONS, MOST_POSITIONS)
+    return min(length, model.max_seq_length)
+
+
 def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model in fp32, with values that `dtype` has."""
     for parameter in model.parameters():
@@ -70,12 +79,15 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _own_form(source: Source, directory: Path) -> Iterator[Path]:
-    """A checkpoint of megads with the source's weights; a foreign one is converted for a while."""
+def _own_form(source: Source) -> Iterator[Path]:
+    """A checkpoint of megads with the source's weights; a foreign one is converted for a while.
+
+    That is where the system keeps what is temporary: killed, this leaves nothing beside the result.
+    """
     if source.format == "megads":
         yield source.path
         return
-    with tempfile.TemporaryDirectory(prefix=".check-", dir=directory) as folder:
+    with tempfile.TemporaryDirectory(prefix="megads-check-") as folder:
         target = Path(folder) / "weights"
         options = WriteOptions(optimizer=False)
         convert(source, target, "megads", options, lambda kind, name: None)

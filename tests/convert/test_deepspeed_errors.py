@@ -23,12 +23,10 @@ def test_copies_that_differ_are_an_error_that_names_both_files(tmp_path: Path) -
     step = written(tmp_path / "norms", BIGSCIENCE, BLOOM, Layout(2, optimizer=False))
     path = step / "layer_04-model_01-model_states.pt"
     content = torch.load(path)
-    content["input_layernorm.weight"][3] += 0.5
+    content["input_layernorm.weight"][3] += 5.0
     torch.save(content, path)
-    source = open_source(tmp_path / "norms")
-    with pytest.raises(CheckpointError, match=r"layer_04-model_00.*layer_04-model_01.*by 0.5"):
-        source.tensor("param", "blocks.1.attn_norm.weight")
-    source.tensor("param", "blocks.0.attn_norm.weight")
+    with pytest.raises(CheckpointError, match=r"layer_04-model_00.*layer_04-model_01.*by 5,"):
+        open_source(tmp_path / "norms")
 
     step = written(tmp_path / "tied", BIGSCIENCE, BLOOM, Layout(1, 2, tied_on_last=True))
     path = step / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
@@ -95,7 +93,7 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     step = fresh("e")
     for path in step.glob("zero_pp_rank_1_*"):
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"of the \d+ elements of"):
+    with pytest.raises(CheckpointError, match=r"of the \d+ elements of|do not hold 3.mlp"):
         open_checked(tmp_path / "e", "auto", ReadOptions())
 
 

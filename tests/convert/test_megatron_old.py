@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megads.config.model import ModelConfig
 from megads.convert.formats import open_source
+from megads.convert.megatron.args import Setting, read_model
 from megads.convert.run import open_checked
 from megads.convert.source import ReadOptions, Source
 from megads.errors import CheckpointError
@@ -157,6 +158,10 @@ def test_the_oldest_spelling_and_file_format(tmp_path: Path) -> None:
         ({"hidden_size": None}, "describe no model"),
         ({"num_experts": 4}, "not supported: Megatron-LM's num_experts=4"),
         ({"normalization": "Other"}, "normalization='Other'"),
+        ({"softmax_type": "learnable"}, "not supported: Megatron-LM's softmax_type='learnable'"),
+        ({"softmax_scale": 0.5}, "not supported: Megatron-LM's softmax_scale=0.5"),
+        ({"glu_linear_offset": 1.0}, "not supported: Megatron-LM's glu_linear_offset=1.0"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value=7.0"),
         (
             {"tensor_model_parallel_size": 4},
             "tensor_model_parallel_size=4, and there are files for 1",
@@ -170,6 +175,46 @@ def test_lies_are_named(change: dict[str, Any], match: str, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=match) as error:
         canonical(opened(folder))
     assert "iter_0000003" in str(error.value)
+
+
+def test_defaults_are_not_refused(tmp_path: Path) -> None:
+    defaults = {
+        "softmax_type": "vanilla",
+        "softmax_scale": None,
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
+    }
+    assert opened(write(tmp_path / "old", 3.0, 1, **defaults)).model == MODEL
+
+
+@pytest.mark.parametrize("before_core", [False, True])
+@pytest.mark.parametrize(
+    ("args", "activation"),
+    [
+        ({}, "gelu_tanh"),
+        ({"bias_gelu_fusion": True}, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, "gelu"),
+        ({"add_bias_linear": False}, "gelu"),
+        ({"swiglu": True}, "swiglu"),
+    ],
+)
+def test_gelu_is_fused_unless_something_says_otherwise(
+    args: dict[str, Any], activation: str, before_core: object
+) -> None:
+    known = {key: value for key, value in ARGS.items() if key != "bias_gelu_fusion"}
+    setting = Setting(20, before_core=bool(before_core))
+    assert read_model(known | args, setting).activation == activation
+
+
+def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "old", 3.0, 1)
+    path = folder / "iter_0000003" / "mp_rank_00" / FILE
+    model = rank_state(3.0, 1, 0, spelling=("encoder", "self_attention"))
+    model["language_model"]["encoder"]["again"] = model["language_model"]
+    content = {"iteration": 3, "args": argparse.Namespace(**ARGS), "checkpoint_version": 3.0}
+    torch.save(content | {"model": model}, path)
+    with pytest.raises(CheckpointError, match="too many dictionaries"):
+        open_source(folder)
 
 
 def test_left_over_tensors_are_named(tmp_path: Path) -> None:

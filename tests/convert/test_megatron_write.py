@@ -119,8 +119,13 @@ def test_torch_itself_reads_what_is_written(tmp_path: Path) -> None:
     """By PyTorch's own loader: a plain Namespace of plain values beside the weights."""
     target = written(memory(GPT), tmp_path / "out", 2, 1)
     assert (target / "latest_checkpointed_iteration.txt").read_text() == "release"
+    path = target / "release" / "mp_rank_01" / FILE
     with torch.serialization.safe_globals([argparse.Namespace]):
-        content = torch.load(target / "release" / "mp_rank_01" / FILE, weights_only=True)
+        content = torch.load(path, weights_only=True)
+        mapped = torch.load(path, weights_only=True, mmap=True)
+    for name, tensor in only_tensors(content["model"]).items():
+        assert torch.equal(mapped["model"][name], tensor)
+        assert mapped["model"][name].data_ptr() % 64 == 0
     assert isinstance(content["args"], argparse.Namespace)
     assert content["args"].padded_vocab_size == 112 and content["args"].vocab_size == 101
     assert content["model"]["embedding.word_embeddings.weight"].shape == (56, 16)
@@ -130,7 +135,7 @@ def test_torch_itself_reads_what_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (2, 4), (1, 3)])
 def test_every_layout_holds_the_model(model: ModelConfig, tp: int, pp: int, tmp_path: Path) -> None:
     source = memory(model)
-    source.trained = Trained(7, 56)
+    source.trained = Trained(7, 56, 16)
     target = written(source, tmp_path / "out", tp, pp)
     found = joined(target / "iter_0000007", model)
     if model.tie_embeddings:
@@ -145,7 +150,7 @@ def test_every_layout_holds_the_model(model: ModelConfig, tp: int, pp: int, tmp_
             whole = whole[:101]
         assert torch.equal(whole, tensor), name
     result = open_checked(target, "auto", ReadOptions())
-    assert result.model == model and result.trained == Trained(7, 56)
+    assert result.model == model and result.trained == source.trained
     assert check_equal(source, result, WriteOptions()) == len(source.tensors)
 
 

@@ -64,10 +64,12 @@ def test_sequential_residual_takes_one_ranks_bias_and_all_must_agree(tmp_path: P
 def test_norms_that_drifted_apart_are_averaged(tmp_path: Path) -> None:
     _, files = pythia()
     ranks = [rank_files(files, 2, rank) for rank in (0, 1)]
-    ranks[1]["2.input_layernorm.weight"] = files["2.input_layernorm.weight"] + 0.5
+    ranks[1]["2.input_layernorm.weight"] = files["2.input_layernorm.weight"] + 0.02
     write_files(tmp_path, ranks)
-    got = open_source(tmp_path).tensor("param", "blocks.0.attn_norm.weight")
-    torch.testing.assert_close(got, files["2.input_layernorm.weight"] + 0.25)
+    source = open_source(tmp_path)
+    got = source.tensor("param", "blocks.0.attn_norm.weight")
+    torch.testing.assert_close(got, files["2.input_layernorm.weight"] + 0.01)
+    assert "blocks.0.attn_norm.weight (input_layernorm.weight of layer 2)" in source.notes[-1]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -77,6 +77,7 @@ FIELDS = {
     "parameter_bytes",
     "gradient_bytes",
     "optimizer_bytes",
+    "buffer_bytes",
     "host_bytes",
     "file_bytes",
 }

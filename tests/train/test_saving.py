@@ -251,9 +251,8 @@ def test_the_next_loss_in_another_layout_is_the_same(
 
 def test_kill_test_in_short() -> None:
     """Real processes, killed and damaged: see scripts/kill_test.py for the long one."""
-    command = [sys.executable, str(ROOT / "scripts/kill_test.py"), "--rounds", "3", "--seed", "4"]
-    done = subprocess.run(
-        [*command, "--layouts", "dp2zero3"], capture_output=True, text=True, timeout=400, cwd=ROOT
-    )
+    short = ["--rounds", "2", "--steps", "15", "--seed", "4", "--layouts", "dp2zero3"]
+    command = [sys.executable, str(ROOT / "scripts/kill_test.py"), *short]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing lost" in done.stdout

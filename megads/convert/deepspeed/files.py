@@ -22,19 +22,23 @@ _BUFFERS = {"inv_freq", "masked_bias", "rotary_pos_emb", "_extra_state"}
 
 
 class Opened:
-    """Reads pickles, and keeps the last few: their tensors are mapped and take no memory."""
+    """Reads pickles, and keeps those last used: their tensors are mapped and take no memory.
 
-    def __init__(self, limit: int = 64) -> None:
+    `limit`: how many, each of which holds one of the maps that a process may have; all files of
+    the largest models are fewer.
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
         self._kept: dict[Path, Any] = {}
 
     def __call__(self, path: Path) -> Any:
         """What is in `path`; raises CheckpointError."""
-        if path not in self._kept:
-            while len(self._kept) >= self._limit:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[path] = load_pickle(path)
-        return self._kept[path]
+        content = self._kept.pop(path) if path in self._kept else load_pickle(path)
+        self._kept[path] = content
+        if len(self._kept) > self._limit:
+            self._kept.pop(next(iter(self._kept)))
+        return content
 
     def table(self, path: Path) -> Mapping[str, Any]:
         """The same for a file that must hold a table by names."""
@@ -48,13 +52,16 @@ class Shards(Protocol):
     """The tensors of a checkpoint as its tensor-parallel ranks hold them.
 
     `layers`: for each layer of the pipeline, by its number, the names of what it holds. `kinds` as
-    in `Source`. `updates`: how many Adam has made, None if the files do not say.
+    in `Source`. `masters`: the weights are the optimizer's. `updates`: how many Adam has made, None
+    if the files do not say. `notes` as in `Source`.
     """
 
     tp: int
     layers: dict[int, frozenset[str]]
     kinds: tuple[Kind, ...]
+    masters: bool
     updates: int | None
+    notes: tuple[str, ...]
 
     def size(self, layer: int, key: str, dim: int) -> int:
         """Entries along `dim` of the shards of all ranks together."""
@@ -103,7 +110,7 @@ def find_folder(
             )
         return root / name
     if not there:
-        raise CheckpointError(f"{root} holds no checkpoint of DeepSpeed")
+        raise CheckpointError(f"{root} holds no checkpoint of DeepSpeed's pipeline engine")
     return there[max(there)]
 
 

@@ -12,21 +12,23 @@ from torch import Tensor
 
 from megads.config.model import ModelConfig
 from megads.convert.deepspeed.files import Shards
-from megads.convert.fused import from_grouped
-from megads.convert.source import Kind, Source, Trained
+from megads.convert.fused import from_grouped, in_sections
+from megads.convert.source import MASTERS_NOTE, Kind, Source, Trained
 from megads.errors import CheckpointError
 from megads.models.families import param_specs
 
-Join = Literal[
-    "copies", "means", "sums", "columns", "rows", "grouped", "thirds", "gate_up", "up_gate"
-]
+Join = Literal["copies", "sums", "columns", "rows", "grouped", "thirds", "gate_up", "up_gate"]
 """How the parts of the ranks make up a tensor.
 
-The same on all ranks; their mean, should rounding have driven them apart; their sum (of the
-weights: moments are the same on all ranks); the entries of dim 0 or 1, of each rank in turn; of dim
+The same on all ranks, or the mean should rounding have driven them apart; their sum (of the
+weights: moments are copies); the entries of dim 0 or 1, of each rank in turn; of dim
 0 with query, key and value heads per KV head ("grouped", see `fused`) or as `[q; k; v]` of each
 rank ("thirds"); of dim 0 with a gate and an up half of each rank.
 """
+
+
+_DRIFT = 0.05
+"""Of copies, relative to the largest value: more has another cause than rounding."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class DeepSpeedSource(Source):
         self.kinds = shards.kinds
         self._shards, self._slots = shards, slots
         self._shapes = {spec.name: spec.shape for spec in param_specs(model)}
+
+    def describe(self, notes: tuple[str, ...], precision: torch.dtype | None) -> None:
+        """Set `precision`, where the weights are masters, and `notes`, with what the files add.
+
+        Raises CheckpointError if what should be copies are not.
+        """
+        self.notes = notes + self._shards.notes
+        if self._shards.masters and precision is not None:
+            self.precision = precision
+            self.notes += (MASTERS_NOTE,)
+        self.notes += self._drift_notes()
 
     def origins(self, kind: Kind, name: str) -> tuple[str, ...]:
         slot = self._slots[name]
@@ -89,6 +102,28 @@ class DeepSpeedSource(Source):
     def stored(self) -> Iterable[str]:
         return self._shards.stored()
 
+    def _drift_notes(self) -> tuple[str, ...]:
+        """What there is to say of weights that all ranks hold but that are not the same on all.
+
+        Raises CheckpointError if they are too far apart.
+        """
+        largest, where = 0.0, ""
+        for name, slot in self._slots.items():
+            (key, *others) = slot.keys
+            if slot.join != "copies" or others or key not in self._shards.layers[slot.layer]:
+                continue
+            ranks = range(self._shards.tp)
+            parts = [self._shards.shard("param", slot.layer, key, rank) for rank in ranks]
+            drift = self._drift("param", slot, key, parts)
+            if drift > largest:
+                largest, where = drift, f"{name} ({key} of layer {slot.layer})"
+        if not where:
+            return ()
+        return (
+            f"copies on the {self._shards.tp} tensor-parallel ranks have drifted apart, their "
+            f"means are taken; furthest those of {where}, by {largest:.2g} of its largest value",
+        )
+
     def training_state(self) -> dict[str, Any]:
         state = super().training_state()
         if self._shards.updates is not None:
@@ -99,8 +134,7 @@ class DeepSpeedSource(Source):
         parts = [self._shards.shard(kind, slot.layer, key, rank) for rank in range(self._shards.tp)]
         join = slot.join
         if join == "copies" or (join == "sums" and kind != "param"):
-            return self._same(kind, slot, key, parts)
-        if join == "means":
+            self._drift(kind, slot, key, parts)
             same = all(torch.equal(part, parts[0]) for part in parts)
             return parts[0] if same else torch.stack(parts).float().mean(0).to(parts[0].dtype)
         if join == "sums":
@@ -111,8 +145,8 @@ class DeepSpeedSource(Source):
             if join == "grouped":
                 return from_grouped(torch.cat(parts), self.model)
             if join == "thirds":
-                return _sections(parts, self._thirds())
-            gate_up = _sections(parts, [self.model.ffn_hidden_size // self._shards.tp] * 2)
+                return in_sections(parts, self._thirds())
+            gate_up = in_sections(parts, [self.model.ffn_hidden_size // self._shards.tp] * 2)
         except RuntimeError:
             raise CheckpointError(
                 f"{self.path}: the {[len(part) for part in parts]} rows of {key} of layer "
@@ -127,22 +161,27 @@ class DeepSpeedSource(Source):
         heads = (model.num_attention_heads, model.num_kv_heads, model.num_kv_heads)
         return [count * model.head_dim // tp for count in heads]
 
-    def _same(self, kind: Kind, slot: Slot, key: str, parts: Sequence[Tensor]) -> Tensor:
+    def _drift(self, kind: Kind, slot: Slot, key: str, parts: Sequence[Tensor]) -> float:
+        """The largest difference of what should be copies, relative to the largest value.
+
+        Raises CheckpointError if it is more than rounding makes.
+        """
+        largest = 0.0
         for rank, part in enumerate(parts):
-            if not torch.equal(part, parts[0]):
+            if torch.equal(part, parts[0]):
+                continue
+            difference = (part.float() - parts[0].float()).abs().max().item()
+            drift = difference / parts[0].float().abs().max().clamp_min(1e-30).item()
+            if not drift <= _DRIFT:
                 files = [self._shards.origins(kind, slot.layer, key, r)[0] for r in (0, rank)]
                 raise CheckpointError(
                     f"{self.path}: {key} of layer {slot.layer} ({kind}) must be the same on all "
                     f"tensor-parallel ranks, but {files[0]} and {files[1]} differ by "
-                    f"{(part.float() - parts[0].float()).abs().max().item():g}"
+                    f"{difference:g}, {drift:.1%} of the largest value; with more than {_DRIFT:.0%}"
+                    f" they are not of one checkpoint, copy the right files"
                 )
-        return parts[0]
-
-
-def _sections(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Parts of sections of `rows` each -> each section's rows of all parts in turn."""
-    sections = zip(*(part.split(list(rows)) for part in parts), strict=True)
-    return torch.cat([torch.cat(section) for section in sections])
+            largest = max(largest, drift)
+        return largest
 
 
 @dataclass(frozen=True)
@@ -198,7 +237,8 @@ def find_places(folder: Path, shards: Shards, names: Names, num_layers: int) -> 
     return Places(kinds["embedding"][0], tuple(blocks), kinds["norm"][0], head[0] if head else None)
 
 
-def trained(states: Mapping[str, Any], samples: int | None) -> Trained:
-    """How far, by a rank's model states."""
+def trained(states: Mapping[str, Any], samples: int | None, seq_length: Any) -> Trained:
+    """How far, by a rank's model states; `seq_length` by the settings, None if they do not say."""
     step = states.get("iteration", states.get("global_steps", 0))
-    return Trained(int(step), int(samples or states.get("global_samples", 0) or 0))
+    samples = int(samples or states.get("global_samples", 0) or 0)
+    return Trained(int(step), samples, int(seq_length or 0))

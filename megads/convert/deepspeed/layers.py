@@ -32,8 +32,11 @@ class _Place:
 class PipelineShards:
     """Layer files for the weights, and the optimizer's files, if any, for masters and moments."""
 
-    def __init__(self, folder: Path, opened: Opened) -> None:
-        """Raises CheckpointError if files are missing or do not fit together."""
+    def __init__(self, folder: Path, opened: Opened, *, optimizer: bool) -> None:
+        """Without `optimizer` its files are only taken if they are whole, and for the weights.
+
+        Raises CheckpointError if files are missing or do not fit together.
+        """
         self._opened = opened
         self._places = layer_files(folder) or _sequential(folder, opened)
         if not self._places:
@@ -43,29 +46,65 @@ class PipelineShards:
             )
         self.tp = 1 + max(rank for _, rank in self._places)
         self.layers = {layer: self._keys(layer) for layer in sorted({n for n, _ in self._places})}
-        self._partitions = Partitions(folder, self.tp, opened)
-        self._masters = bool(self._partitions.kinds)
-        self.kinds: tuple[Kind, ...] = self._partitions.kinds or ("param",)
-        self.updates = self._partitions.updates
+        self.notes: tuple[str, ...] = ()
+        self._partitions: Partitions | None = None
+        try:
+            partitions = Partitions(folder, self.tp, opened, moments=optimizer)
+            self._partitions = partitions if partitions.kinds else None
+            if not optimizer:
+                self._check_partitions()
+        except CheckpointError as error:
+            if optimizer:
+                raise
+            self._partitions = None
+            self.notes = (
+                f"the optimizer's files are left aside, weights are not masters: {error}",
+            )
+        self.masters = self._partitions is not None
+        self.kinds: tuple[Kind, ...] = self._partitions.kinds if self._partitions else ("param",)
+        self.updates = self._partitions.updates if self._partitions else None
 
     def size(self, layer: int, key: str, dim: int) -> int:
         return sum(self._weight(layer, key, rank).shape[dim] for rank in range(self.tp))
 
     def dtype(self, kind: Kind, layer: int, key: str) -> torch.dtype:
-        if self._masters:
+        if self._partitions:
             return self._partitions.dtype(kind, layer, key)
         return self._weight(layer, key, 0).dtype
 
     def shard(self, kind: Kind, layer: int, key: str, rank: int) -> Tensor:
         weight = self._weight(layer, key, rank)
-        if self._masters:
-            return self._partitions.shard(kind, layer, key, rank, weight.shape)
-        return weight
+        if self._partitions is None:
+            return weight
+        values = self._partitions.shard(kind, layer, key, rank, weight.shape)
+        if kind == "param" and not torch.equal(values.to(weight.dtype), weight):
+            self._check_masters(layer, key, rank, values)
+        return values
+
+    def _check_masters(self, layer: int, key: str, rank: int, values: Tensor) -> None:
+        """Raises CheckpointError for a difference other than of what is not a number."""
+        weight = self._weight(layer, key, rank)
+        both = torch.stack([values.to(weight.dtype), weight]).float().nan_to_num()
+        if not torch.equal(both[0], both[1]):
+            masters = self.origins("param", layer, key, rank)[0]
+            raise CheckpointError(
+                f"{self._places[layer, rank].path}: {key} is not what {masters} is in "
+                f"{weight.dtype}, they differ by {(both[0] - both[1]).abs().max().item():g}; the "
+                f"optimizer's files are not of these weights: copy the right ones, or move all "
+                f"*optim_states.pt away"
+            )
+
+    def _check_partitions(self) -> None:
+        """Raises CheckpointError if a part of a weight is missing."""
+        for layer, keys in self.layers.items():
+            for key in sorted(keys):
+                for rank in range(self.tp):
+                    self.origins("param", layer, key, rank)
 
     def origins(self, kind: Kind, layer: int, key: str, rank: int) -> list[str]:
         names: list[str] = []
         shape = self._weight(layer, key, rank).shape
-        if self._masters:
+        if self._partitions:
             names += self._partitions.origins(kind, layer, key, rank, shape)
         if kind == "param":
             names.append(self._name(layer, key, rank))
@@ -78,7 +117,7 @@ class PipelineShards:
             for key in sorted(keys)
             for rank in range(self.tp)
         ]
-        return names + self._partitions.stored()
+        return names + (self._partitions.stored() if self._partitions else [])
 
     def _name(self, layer: int, key: str, rank: int) -> str:
         place = self._places[layer, rank]

@@ -40,10 +40,11 @@ class _Span:
 class Partitions:
     """The optimizer's state of all ranks, read for one parameter at a time.
 
-    `kinds`: what there is; empty without files, or if they keep the state without names.
+    `kinds`: what there is; empty without files, or if they keep the state without names. Without
+    `moments` only the masters are looked at.
     """
 
-    def __init__(self, folder: Path, tp: int, opened: Opened) -> None:
+    def __init__(self, folder: Path, tp: int, opened: Opened, *, moments: bool) -> None:
         """Raises CheckpointError if a file is missing."""
         self._opened = opened
         self._spans: dict[tuple[int, str, int], dict[int, list[_Span]]] = {}
@@ -54,11 +55,11 @@ class Partitions:
         if not files or not all(self._index(folder, tp, at, files[at]) for at in sorted(files)):
             self._spans = {}
             return
-        moments = _moments(self._state(files[min(files)]), 0)
+        found = _moments(self._state(files[min(files)]), 0) if moments else {}
         self.kinds = ("param",)
-        if {"exp_avg", "exp_avg_sq"} <= moments.keys():
+        if {"exp_avg", "exp_avg_sq"} <= found.keys():
             self.kinds = ("param", "exp_avg", "exp_avg_sq")
-            self.updates = int(moments["step"]) if "step" in moments else None
+            self.updates = int(found["step"]) if "step" in found else None
 
     def dtype(self, kind: Kind, layer: int, key: str) -> torch.dtype:
         return self._flat(kind, self._parts(layer, key, 0)[0]).dtype

@@ -95,9 +95,9 @@ def open_source(path: Path, options: ReadOptions) -> Source:
     tp = int(args.get("tensor_model_parallel_size", 1))
     shards: Shards
     if is_universal(folder):
-        shards = UniversalShards(folder, tp, opened)
+        shards = UniversalShards(folder, tp, opened, optimizer=options.optimizer)
     else:
-        shards = PipelineShards(folder, opened)
+        shards = PipelineShards(folder, opened, optimizer=options.optimizer)
         if shards.tp != tp:
             raise CheckpointError(
                 f"{folder} has layer files of {shards.tp} tensor-parallel ranks, the run had {tp}"
@@ -129,10 +129,10 @@ def _source(
     gated: Join = "up_gate" if args.get("glu_activation") else "gate_up"
     slots = _slots(folder, model, places, qkv, gated)
     source = DeepSpeedSource("megatron-deepspeed", folder, model, shards, slots)
-    source.trained = trained(states, args.get("consumed_train_samples"))
-    if len(source.kinds) == 1 and states.get("optimizer"):
+    source.trained = trained(states, args.get("consumed_train_samples"), args.get("seq_length"))
+    if options.optimizer and len(source.kinds) == 1 and states.get("optimizer"):
         notes += ("the optimizer's state is left out: it is stored without names",)
-    source.notes, source.precision = notes, precision_of(args)
+    source.describe(notes, precision_of(args))
     return source
 
 

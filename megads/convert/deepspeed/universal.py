@@ -29,8 +29,14 @@ def is_universal(folder: Path) -> bool:
 class UniversalShards:
     """The parameters under `folder`/zero, as `tp` ranks held them."""
 
-    def __init__(self, folder: Path, tp: int, opened: Opened) -> None:
-        """Raises CheckpointError for a folder there that is no parameter's."""
+    masters = True
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path, tp: int, opened: Opened, *, optimizer: bool) -> None:
+        """Without `optimizer` only the weights are looked at.
+
+        Raises CheckpointError for a folder there that is no parameter's.
+        """
         self.tp = tp
         self._opened = opened
         self._folders: dict[tuple[int, str], Path] = {}
@@ -44,9 +50,10 @@ class UniversalShards:
         self.kinds: tuple[Kind, ...] = tuple(
             kind
             for kind, name in _FILES.items()
-            if any((path / f"{name}.pt").exists() for path in self._folders.values())
+            if (optimizer or kind == "param")
+            and any((path / f"{name}.pt").exists() for path in self._folders.values())
         )
-        self.updates = self._step()
+        self.updates = self._step() if optimizer else None
 
     def size(self, layer: int, key: str, dim: int) -> int:
         return self._entry("param", layer, key)["param"].shape[dim]

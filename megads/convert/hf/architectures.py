@@ -29,13 +29,15 @@ GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "g
 class Key:
     """A key of config.json and the fields of ModelConfig it stands for, which then agree.
 
-    `default`: what a file that lacks it means. `also`: other names it has had.
+    `default`: what a file that lacks it means. `also`: other names it has had. `instead`: one that
+    is taken before this name where it is not null.
     """
 
     name: str
     fields: tuple[str, ...]
     default: Any = REQUIRED
     also: tuple[str, ...] = ()
+    instead: str | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ ARCHITECTURES = (
         BLOOM,
         _keys(
             *_SHORT_SIZES,
-            Key("hidden_size", ("hidden_size",), also=("n_embed",)),
+            Key("hidden_size", ("hidden_size",), instead="n_embed"),
             Key("seq_length", ("max_seq_length",), 2048),
             Key("hidden_dropout", ("hidden_dropout",), 0.0),
             Key("attention_dropout", ("attention_dropout",), 0.0),

@@ -111,6 +111,8 @@ def write_config(known: Architecture, model: ModelConfig, dtype: str) -> dict[st
 
 
 def _value(settings: Settings, key: Key) -> Any:
+    if key.instead is not None and settings.get(key.instead) is not None:
+        return settings[key.instead]
     for name in (key.name, *key.also):
         if name in settings:
             return settings[name]

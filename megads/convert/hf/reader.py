@@ -39,8 +39,6 @@ def open_source(path: Path, options: ReadOptions) -> Source:
 
     Raises CheckpointError naming what is missing, damaged or not supported.
     """
-    if options.step is not None:
-        raise CheckpointError(f"{path} holds one model, no step {options.step}; leave out --step")
     return _HuggingFace(path)
 
 

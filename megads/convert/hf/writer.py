@@ -24,6 +24,7 @@ from megads.convert.hf.files import FLOATS, read_json
 from megads.convert.hf.layout import take_apart
 from megads.convert.hf.names import Shape, Stored
 from megads.convert.hf.reader import CONFIG
+from megads.convert.narrow import retype
 from megads.convert.source import Report, Source, WriteOptions
 from megads.errors import CheckpointError
 from megads.models.families import param_specs
@@ -117,13 +118,14 @@ def _blocks(shard: Sequence[_Planned], source: Source, report: Report) -> Iterat
     """A safetensors file in parts; each lives until the next is asked for."""
     yield memoryview(_header(shard))
     for planned in shard:
-        tensor = source.tensor("param", planned.spec.name).to(planned.dtype)
+        name = planned.spec.name
+        tensor = retype(source.tensor("param", name), planned.dtype, f"{source.path}: {name}")
         parts = take_apart(tensor, planned.stored, planned.spec, source.model)
-        for part, (name, shape) in zip(parts, planned.tensors, strict=True):
+        for part, (stored, shape) in zip(parts, planned.tensors, strict=True):
             if tuple(part.shape) != shape:
-                raise CheckpointError(f"{name} is {list(part.shape)} instead of {list(shape)}")
+                raise CheckpointError(f"{stored} is {list(part.shape)} instead of {list(shape)}")
             yield _bytes(part)
-        report("param", planned.spec.name)
+        report("param", name)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -36,7 +36,17 @@ _REFUSED = (
     "heterogeneous_layers_config_path",
     "enable_mhc_connections",
     "use_mup",
+    "linear_attention_type",
+    "linear_attention_freq",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "retro_add_retriever",
+    "softmax_scale",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
 )
+_ONLY = {"softmax_type": "vanilla"}
+"""Arguments that must have this value, if they are there."""
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none", "alibi": "alibi"}
 _OLD_POSITIONS = {1: "rope", 2: "learned", 3: "alibi"}
 """Values of an enumeration that a fork's files before core have."""
@@ -55,6 +65,7 @@ class Setting:
 def read_model(args: Arguments, setting: Setting) -> ModelConfig:
     """The model of `args`; raises CheckpointError naming an argument that has no equal here."""
     refused = [name for name in _REFUSED if args.get(name)]
+    refused += [name for name, only in _ONLY.items() if args.get(name) not in (None, only)]
     if refused:
         raise CheckpointError(f"not supported: Megatron-LM's {refused[0]}={args[refused[0]]!r}")
     heads = args.get("num_attention_heads")
@@ -124,10 +135,13 @@ def _position(args: Arguments) -> str:
 
 
 def _activation(args: Arguments, *, before_core: bool) -> str:
-    """GELU fused with the bias is the tanh approximation in Megatron-LM, by itself it is exact."""
+    """GELU fused with the bias is the tanh approximation in Megatron-LM, by itself it is exact.
+
+    It is fused unless that is turned off, or there is no bias.
+    """
     if args.get("swiglu"):
         return "swiglu"
-    tanh = args.get("bias_gelu_fusion", before_core)
+    tanh = args.get("bias_gelu_fusion", args.get("add_bias_linear", True))
     if before_core and args.get("openai_gelu"):
         tanh = True
     return "gelu_tanh" if tanh else "gelu"
@@ -147,9 +161,10 @@ def _scaling(args: Arguments) -> dict[str, Any] | None:
 
 
 def write_args(model: ModelConfig) -> dict[str, Any]:
-    """Arguments with which Megatron core makes `model`; sizes of the layout are left to the caller.
+    """Arguments with which Megatron core makes `model`.
 
-    Raises CheckpointError naming what core cannot express.
+    Sizes of the layout and of samples are left to the caller. Raises CheckpointError naming what
+    core cannot express.
     """
     _check_writable(model)
     scaling = model.rope_scaling
@@ -166,7 +181,6 @@ def write_args(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
         "max_position_embeddings": model.max_seq_length,
-        "seq_length": model.max_seq_length,
         "position_embedding_type": "learned_absolute"
         if model.position == "learned"
         else model.position,

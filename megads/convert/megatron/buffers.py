@@ -23,7 +23,8 @@ from megads.errors import CheckpointError
 
 _ALIGNMENT = 64
 _EMBEDDING = "embedding.word_embeddings.weight"
-_KEYS: Mapping[Kind, str] = {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_KINDS: tuple[Kind, ...] = ("param", "exp_avg", "exp_avg_sq")
+"""The file calls them by the same names."""
 
 _Place = tuple[int, str]
 
@@ -73,7 +74,7 @@ def read_buffers(path: Path, rank: RankState) -> dict[Kind, dict[_Place, Held]]:
     """
     content = load_pickle(path)
     label = f"{rank.label.rpartition('/')[0]}/{path.name}"
-    found: dict[Kind, dict[_Place, Held]] = {kind: {} for kind in _KEYS}
+    found: dict[Kind, dict[_Place, Held]] = {kind: {} for kind in _KINDS}
     buffers = sorted(key for key in content if isinstance(key, int))
     number = 0
     for chunk, parameters in enumerate(rank.chunks):
@@ -87,12 +88,12 @@ def read_buffers(path: Path, rank: RankState) -> dict[Kind, dict[_Place, Held]]:
                 _alone(rank, of_type),
             )
             (buffer,) = content[buffers[number]].values()
-            for kind, key in _KEYS.items():
-                flat = _flat(path, buffer, key, layout)
+            for kind in _KINDS:
+                flat = _flat(path, buffer, kind, layout)
                 for name, held in of_type.items():
                     slot = layout.slots[name]
                     piece = flat[slot.bucket][slot.start : slot.start + held.tensor.numel()]
-                    origin = f"{label}:{buffers[number]}.{key}[{name}]"
+                    origin = f"{label}:{buffers[number]}.{kind}[{name}]"
                     found[kind][chunk, name] = Held(origin, piece.view(held.tensor.shape))
             number += 1
     if number < len(buffers):

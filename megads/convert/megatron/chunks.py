@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megads.checkpoint.tiling import tiling_problem
 from megads.convert.pickles import Inert, load_pickle, load_plain_pickle
 from megads.convert.torch_files import Span
 from megads.errors import CheckpointError
@@ -78,7 +79,7 @@ _Places = dict[tuple[str, tuple[int, ...] | None], tuple[Path, Span]]
 def _offset(key: Inert) -> tuple[int, ...] | None:
     """Where a chunk is in its tensor; objects have no place, and may lack the attribute."""
     offset = vars(key).get("offset")
-    return None if offset is None else tuple(int(n) for n in offset)
+    return None if offset is None else _extent(offset)
 
 
 def _place(folder: Path, info: Inert) -> tuple[Path, Span]:
@@ -98,36 +99,32 @@ def _tensor(name: str, entry: Any, places: _Places) -> GlobalTensor:
     dtype = entry.properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{name} has no known type")
-    shape = tuple(int(n) for n in entry.size)
-    chunks, numel = [], 0
-    for chunk in entry.chunks:
-        offset, extent = tuple(chunk.offsets), tuple(chunk.sizes)
-        fits = len(offset) == len(extent) == len(shape) and all(
-            low >= 0 and size > 0 and low + size <= whole
-            for low, size, whole in zip(offset, extent, shape, strict=True)
-        )
-        if not fits:
-            raise CheckpointError(f"{name}: a chunk at {offset} of {extent} is not in {shape}")
+    shape = _extent(entry.size)
+    boxes = [(_extent(chunk.offsets), _extent(chunk.sizes)) for chunk in entry.chunks]
+    problem = tiling_problem(shape, boxes)
+    if problem is not None:
+        raise CheckpointError(f"the chunks of {name} do not make it up: {problem}")
+    chunks = []
+    for offset, extent in boxes:
         file, span = places[name, offset]
         if math.prod(extent) * dtype.itemsize > span.size:
             raise CheckpointError(f"{name}: a chunk of {extent} is not in {span.size} bytes")
-        numel += math.prod(extent)
         chunks.append(Chunk(offset, extent, file, span))
-    if numel != math.prod(shape):
-        raise CheckpointError(
-            f"the chunks of {name} have {numel} elements, and should have {math.prod(shape)}"
-        )
     return GlobalTensor(name, shape, dtype, tuple(chunks))
+
+
+def _extent(numbers: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in numbers)
 
 
 def read_box(tensor: GlobalTensor, layer: int | None) -> Tensor:
     """The whole tensor, or its part at index `layer` of dim 0; only chunks that it needs are read.
 
-    Raises CheckpointError if chunks are missing, overlap, or are not as `.metadata` says.
+    That they fill it exactly is known since `.metadata` was read. Raises CheckpointError if one is
+    not as that says.
     """
     shape = tensor.shape if layer is None else tensor.shape[1:]
     data = torch.empty(shape, dtype=tensor.dtype)
-    filled = 0
     for chunk in _needed(tensor.chunks, layer):
         part = load_pickle(chunk.file, chunk.span)
         if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (
@@ -144,12 +141,6 @@ def read_box(tensor: GlobalTensor, layer: int | None) -> Tensor:
             offset, extent = offset[1:], extent[1:]
         box = tuple(slice(low, low + size) for low, size in zip(offset, extent, strict=True))
         data[box] = part
-        filled += math.prod(extent)
-    if filled != math.prod(shape):
-        raise CheckpointError(
-            f"the chunks of {tensor.name} have {filled} elements, and should have "
-            f"{math.prod(shape)}"
-        )
     return data
 
 

@@ -1,7 +1,7 @@
 """Megatron-LM's `torch_dist` format as a source: global tensors, most of them of all layers.
 
-Moments are read where the files have them by parameter; the distributed optimizer's flat buckets,
-whose layout the files do not tell, are left alone.
+Moments are read where the files have them by parameter. The distributed optimizer's flat buckets,
+whose layout the files do not tell, are left alone, with a note.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from megads.convert.megatron.chunks import GlobalTensor, read_box, read_contents
 from megads.convert.megatron.files import check_backend
 from megads.convert.megatron.join import join
 from megads.convert.megatron.names import core_names, is_parameter, layer_of, stacked
-from megads.convert.megatron.words import MASTERS_NOTE, words_of
+from megads.convert.megatron.optimizer import updates_of
+from megads.convert.megatron.words import words_of
 from megads.convert.pickles import Inert, load_pickle
-from megads.convert.source import Kind, ReadOptions, Source, Trained, extra_files, precision_of
+from megads.convert.source import (
+    MASTERS_NOTE,
+    Kind,
+    ReadOptions,
+    Source,
+    Trained,
+    extra_files,
+    precision_of,
+)
 from megads.convert.vocabulary import vocabulary
 from megads.errors import CheckpointError
 from megads.models.families import WORD_EMBEDDING, param_specs
@@ -33,6 +42,7 @@ _STATES: Mapping[Kind, str] = {
     "exp_avg_sq": "optimizer.state.exp_avg_sq.",
 }
 _FLAT = "optimizer.distributed."
+_OPTIMIZER = "optimizer."
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,10 @@ class _Part:
     @property
     def label(self) -> str:
         return self.tensor.name if self.layer is None else f"{self.tensor.name}[{self.layer}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.layer is None else self.tensor.shape[1:]
 
 
 class TorchDist(Source):
@@ -64,21 +78,63 @@ class TorchDist(Source):
         words = vocabulary(folder, options, words_of(folder, vars(args)), self._rows())
         self.notes = words.notes
         self._check_layers(vars(args).get("num_layers"))
-        self.model = read_model(vars(args), Setting(words.size))
-        self.kinds = tuple(
-            kind
-            for kind, prefix in _STATES.items()
-            if any(n.startswith(prefix) for n in self._tensors)
+        try:
+            self.model = read_model(vars(args), Setting(words.size))
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        self._specs = {spec.name: spec for spec in param_specs(self.model)}
+        self._use_optimizer(options, precision_of(vars(args)))
+        self.trained = Trained(
+            int(common.get("iteration", 0)),
+            int(vars(args).get("consumed_train_samples") or 0),
+            int(vars(args).get("seq_length") or 0),
         )
-        self._has_masters = any(name.startswith(_MASTERS) for name in self._tensors)
+        self._steps = updates_of(common.get("optimizer"))
+        self.extras = extra_files(folder / "tokenizer")
+
+    def _use_optimizer(self, options: ReadOptions, precision: torch.dtype | None) -> None:
+        """Find out what there is of the optimizer's state; drop what is not wanted."""
+        names = self._tensors
+        self._has_masters = any(name.startswith(_MASTERS) for name in names)
+        kinds = [k for k, prefix in _STATES.items() if any(n.startswith(prefix) for n in names)]
+        self.kinds = tuple(kinds) if options.optimizer else ("param",)
+        try:
+            for prefix in (_MASTERS,) if self._has_masters else ():
+                self._check_shapes(prefix)
+            for kind in self.kinds[1:]:
+                self._check_shapes(_STATES[kind])
+        except CheckpointError as error:
+            if options.optimizer:
+                raise CheckpointError(
+                    f"{error}; --drop-optimizer takes the weights alone"
+                ) from None
+            self._has_masters = False
+            self.notes += (f"the weights are those the model computed with: {error}",)
+        if not options.optimizer:
+            mine = _MASTERS if self._has_masters else None
+            self._tensors = {
+                name: tensor
+                for name, tensor in names.items()
+                if not name.startswith(_OPTIMIZER) or (mine and name.startswith(mine))
+            }
+        elif len(kinds) == 1 and any(name.startswith(_FLAT) for name in names):
+            self.notes += (
+                f"the moments are left out: {self.path} has them in the distributed optimizer's "
+                f"flat buckets ({_FLAT}*), which depend on a layout that the files do not tell",
+            )
         if self._has_masters:
             self.notes += (MASTERS_NOTE,)
-            self.precision = precision_of(vars(args))
-        step = int(common.get("iteration", 0))
-        self.trained = Trained(step, int(vars(args).get("consumed_train_samples") or 0))
-        self._steps = _steps(common.get("optimizer"))
-        self.extras = extra_files(folder / "tokenizer")
-        self._specs = {spec.name: spec for spec in param_specs(self.model)}
+            self.precision = precision
+
+    def _check_shapes(self, prefix: str) -> None:
+        """Hold the optimizer's tensors against the weights: flattened ones have other shapes."""
+        for name in self._specs:
+            state, weight = self._find(prefix, name), self._find("", name)
+            if state.shape != weight.shape:
+                raise CheckpointError(
+                    f"{self.path}: {state.label} has shape {state.shape}, and {weight.label} has "
+                    f"{weight.shape}: it is flattened, which is not read"
+                )
 
     def _rows(self) -> int:
         (name,) = core_names(WORD_EMBEDDING)
@@ -164,14 +220,3 @@ def _common(folder: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder}: the common state is no dictionary")
     return content
-
-
-def _steps(optimizer: Any) -> int | None:
-    """Updates the optimizer has made."""
-    if not isinstance(optimizer, dict):
-        return None
-    inner = optimizer.get("optimizer", optimizer)
-    step = inner.get("state", {}).get("common_step")
-    for group in inner.get("param_groups", []):
-        step = group.get("step") if step is None else step
-    return None if step is None else int(step)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megads.config.model import ModelConfig
-from megads.convert.fused import from_grouped, to_grouped
+from megads.convert.fused import from_grouped, in_sections, to_grouped
 from megads.errors import CheckpointError
 from megads.parallel.sharding import ParamSpec
 
@@ -42,7 +42,7 @@ def join(parts: Sequence[Tensor], spec: ParamSpec, model: ModelConfig, order: Qk
         return _fitting(parts[0], spec).contiguous()
     fused = [part.name for part in spec.parts]
     if fused == ["gate", "up"] or (fused == ["q", "k", "v"] and order == "thirds"):
-        return _fitting(torch.cat(_sections(parts, len(fused))), spec)
+        return _fitting(in_sections(parts, _equal(parts[0].shape[0], len(fused))), spec)
     whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=spec.tp_dim)
     if spec.pad_multiple:
         return _fitting(whole[: spec.shape[0]], spec).contiguous()
@@ -54,12 +54,11 @@ def join(parts: Sequence[Tensor], spec: ParamSpec, model: ModelConfig, order: Qk
     return from_grouped(whole, model)
 
 
-def _sections(parts: Sequence[Tensor], count: int) -> list[Tensor]:
-    """First sections of all ranks, then second ones and so on; each rank holds one of each."""
-    if parts[0].shape[0] % count:
-        raise CheckpointError(f"{parts[0].shape[0]} rows are not {count} equal sections")
-    pieces = [part.chunk(count) for part in parts]
-    return [piece[section] for section in range(count) for piece in pieces]
+def _equal(rows: int, count: int) -> list[int]:
+    """Rows of each of `count` sections."""
+    if rows % count:
+        raise CheckpointError(f"{rows} rows are not {count} equal sections")
+    return [rows // count] * count
 
 
 def _fitting(whole: Tensor, spec: ParamSpec) -> Tensor:
@@ -75,6 +74,16 @@ def _from_interleaved(whole: Tensor, model: ModelConfig) -> Tensor:
     """`[heads, head_dim, 3, ...]` -> `[3, heads, head_dim, ...]`."""
     view = whole.unflatten(0, (model.num_attention_heads, model.head_dim, 3))
     return view.movedim(2, 0).flatten(0, 2)
+
+
+def part_shape(spec: ParamSpec, tp: int) -> tuple[int, ...]:
+    """The shape of what `split` gives."""
+    if spec.tp_dim is None:
+        return spec.shape
+    dim, rows = spec.tp_dim, spec.shape[spec.tp_dim] // tp
+    if spec.pad_multiple:
+        rows = spec.local_shape(tp)[dim]
+    return (*spec.shape[:dim], rows, *spec.shape[dim + 1 :])
 
 
 def split(whole: Tensor, spec: ParamSpec, model: ModelConfig, *, tp: int, rank: int) -> Tensor:

@@ -30,10 +30,14 @@ Place = tuple[int, str]
 
 @dataclass
 class OptimizerState:
-    """What is known of a rank's parameters beside the model: by kind ("param": master weights)."""
+    """What is known of a rank's parameters beside the model: by kind ("param": master weights).
+
+    `left_out`: why there are no moments, for the user to read.
+    """
 
     held: dict[Kind, dict[Place, Held]] = field(default_factory=dict)
     steps: int | None = None
+    left_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,30 +68,46 @@ def read_optimizer(rank: RankState) -> OptimizerState:
         return found
     if not isinstance(state, dict):
         raise CheckpointError(f"{rank.path}: several optimizers are not supported")
-    inner: Any = state.get("optimizer", state.get("optimizer_state_dict", state))
+    inner = _inner(state)
     groups = inner.get("param_groups", [])
-    found.steps = _steps(groups, inner.get("state", {}))
+    found.steps = updates_of(state)
     buffers = rank.path.with_name("distrib_optim.pt")
     if rank.args.get("use_distributed_optimizer"):
         if buffers.is_file():
             found.held = read_buffers(buffers, rank)
+        else:
+            found.left_out = f"there is no {buffers}, where the distributed optimizer has them"
         return found
     numbered = list(_numbered(rank, groups))
     masters = state.get("fp32_from_fp16_params", state.get("fp32_from_fp16"))
     if masters is not None:
         found.held["param"] = _masters(rank, numbered, masters)
     if inner.get("state"):
-        found.held |= _moments(rank, numbered, inner["state"])
+        moments = _moments(rank, numbered, inner["state"])
+        found.held |= moments
+        if not moments:
+            found.left_out = f"the optimizer in {rank.path} is not Adam"
     return found
 
 
-def _steps(groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> int | None:
-    """Updates the optimizer has made."""
-    for holder in (*groups, *state.values()):
+def updates_of(state: Any) -> int | None:
+    """How many updates the state of an optimizer says it has made."""
+    if not isinstance(state, dict):
+        return None
+    inner = _inner(state)
+    entries = inner.get("state", {})
+    common = {"step": entries.get("common_step")}
+    for holder in (common, *inner.get("param_groups", []), *entries.values()):
         step = holder.get("step") if isinstance(holder, dict) else None
         if step is not None:
             return int(step)
     return None
+
+
+def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What torch calls the optimizer's state; precision other than fp32 wraps it in another."""
+    inner: Mapping[str, Any] = state.get("optimizer", state.get("optimizer_state_dict", state))
+    return inner
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,24 @@ from megads.convert.megatron.files import (
 )
 from megads.convert.megatron.join import join, qkv_order
 from megads.convert.megatron.names import core_names, layer_of, with_layer
-from megads.convert.megatron.optimizer import MOMENTS, Place, read_optimizer
+from megads.convert.megatron.optimizer import (
+    MOMENTS,
+    OptimizerState,
+    Place,
+    read_optimizer,
+    updates_of,
+)
 from megads.convert.megatron.state import Held, RankState, layer_count, read_rank
-from megads.convert.megatron.words import MASTERS_NOTE, words_of
-from megads.convert.source import Kind, ReadOptions, Source, Trained, precision_of
+from megads.convert.megatron.words import words_of
+from megads.convert.source import (
+    MASTERS_NOTE,
+    Kind,
+    ReadOptions,
+    Source,
+    Trained,
+    extra_files,
+    precision_of,
+)
 from megads.convert.vocabulary import vocabulary
 from megads.errors import CheckpointError
 from megads.models.families import WORD_EMBEDDING, param_specs
@@ -64,19 +78,42 @@ class _Torch(Source):
         _check_layers(first, sum(layer_count(c, first.path) for s in states for c in s[0].chunks))
         self.notes = words.notes
         self.model = _model(first, files, Setting(words.size, first.before_core))
-        optimizers = [[read_optimizer(rank) for rank in stage] for stage in states]
+        self._specs = {spec.name: spec for spec in param_specs(self.model)}
         self._weights = self._parts["param"]
-        for kind in ("param", *MOMENTS):
-            held = [[state.held.get(kind) for state in stage] for stage in optimizers]
-            if all(part is not None for stage in held for part in stage):
-                self._parts[kind] = self._merge(states, held)  # type: ignore[arg-type]
+        self._steps = updates_of(first.content.get("optimizer"))
+        try:
+            self._use_optimizer(states, options)
+        except CheckpointError as error:
+            if options.optimizer:
+                raise CheckpointError(
+                    f"{error}; --drop-optimizer takes the weights alone"
+                ) from None
+            self._parts = {"param": self._weights}
+            self.notes += (f"the weights are those the model computed with: {error}",)
         if self._parts["param"] is not self._weights:
             self.notes += (MASTERS_NOTE,)
             self.precision = precision_of(first.args)
         self.kinds = tuple(self._parts)
         self.trained = _trained(first)
-        self._steps = optimizers[0][0].steps
-        self._specs = {spec.name: spec for spec in param_specs(self.model)}
+        self.extras = extra_files(folder / "tokenizer")
+
+    def _use_optimizer(self, states: Sequence[Sequence[RankState]], options: ReadOptions) -> None:
+        """Take masters for weights, and the moments if they are wanted.
+
+        If they are not, nobody may be asked to do without: masters that are not the model's are
+        found here, and not while the weights are read.
+        """
+        read = [[read_optimizer(rank) for rank in stage] for stage in states]
+        kinds: tuple[Kind, ...] = ("param", *MOMENTS) if options.optimizer else ("param",)
+        for kind in kinds:
+            held = [[state.held.get(kind) for state in stage] for stage in read]
+            if all(part is not None for stage in held for part in stage):
+                self._parts[kind] = self._merge(states, held)  # type: ignore[arg-type]
+        if options.optimizer:
+            self.notes += _left_out(read)
+        elif self._parts["param"] is not self._weights:
+            for name in self._specs:
+                self._checked_masters(name)
 
     def _merge(
         self, states: Sequence[Sequence[RankState]], held: Sequence[Sequence[Mapping[Place, Held]]]
@@ -96,6 +133,12 @@ class _Torch(Source):
                             f"parts of the same tensors: {name}"
                         )
                     found.append(part)
+        for name, parts in merged.items():
+            if len(parts) != len(states[0]):
+                raise CheckpointError(
+                    f"{self.path}: {name} is in the files of {len(parts)} tensor-parallel ranks, "
+                    f"{parts[-1].label} the last, and there are {len(states[0])}"
+                )
         return merged
 
     def training_state(self) -> dict[str, Any]:
@@ -119,7 +162,7 @@ class _Torch(Source):
     def tensor(self, kind: Kind, name: str) -> Tensor:
         parts = self._find(self._parts[kind], kind, name)
         if kind == "param" and self._parts["param"] is not self._weights:
-            _check_masters(parts, self._find(self._weights, kind, name))
+            self._checked_masters(name)
         if name == WORD_EMBEDDING and self.model.tie_embeddings:
             _check_copies(parts, self._parts[kind].get(_OUTPUT, ()))
         try:
@@ -127,6 +170,10 @@ class _Torch(Source):
             return join(tensors, self._specs[name], self.model, self._order)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {parts[0].label}: {error}") from None
+
+    def _checked_masters(self, name: str) -> None:
+        masters = self._find(self._parts["param"], "param", name)
+        _check_masters(masters, self._find(self._weights, "param", name))
 
     def stored(self) -> Iterator[str]:
         for parts in (self._weights, *self._parts.values()):
@@ -201,12 +248,17 @@ def _model(first: RankState, files: Ranks, setting: Setting) -> ModelConfig:
         raise CheckpointError(f"{first.path}: {error}") from None
 
 
+def _left_out(optimizers: Sequence[Sequence[OptimizerState]]) -> tuple[str, ...]:
+    reasons = [state.left_out for stage in optimizers for state in stage if state.left_out]
+    return (f"the moments are left out: {reasons[0]}",) if reasons else ()
+
+
 def _trained(first: RankState) -> Trained:
     step = int(first.content.get("iteration", 0))
     samples = first.args.get("consumed_train_samples")
     if samples is None:
         samples = step * (first.args.get("global_batch_size") or 0)
-    return Trained(step, int(samples))
+    return Trained(step, int(samples), int(first.args.get("seq_length") or 0))
 
 
 def _check_masters(masters: Sequence[Held], weights: Sequence[Held]) -> None:

@@ -80,6 +80,8 @@ def read_rank(path: Path, root: Path) -> RankState:
     return RankState(path, label, content, tuple(chunks), old)
 
 
+_DEPTH = 6
+"""Two are usual. A file that holds itself has no end."""
 _Named = tuple[str, str, Tensor]
 """A tensor with its core name and the one it has in the file."""
 
@@ -104,17 +106,19 @@ def _before_core(state: Mapping[str, Any], prefix: str) -> Iterator[_Named]:
 
 
 def _leaves(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested dictionaries by their dotted path; three levels are all there are."""
-    levels = [("", state)]
-    while levels:
-        path, value = levels.pop(0)
+    """Tensors of nested dictionaries by their dotted path.
+
+    Raises CheckpointError if there are more than `_DEPTH` inside one another.
+    """
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    while waiting:
+        path, value = waiting.pop()
         if isinstance(value, Tensor):
-            yield path[1:], value
-        elif isinstance(value, dict) and path.count(".") < _DEPTH:
-            levels[:0] = [(f"{path}.{key}", inner) for key, inner in value.items()]
-
-
-_DEPTH = 12
+            yield ".".join(path), value
+        elif isinstance(value, dict):
+            if len(path) == _DEPTH:
+                raise CheckpointError(f"{'.'.join(path)}: too many dictionaries inside one another")
+            waiting += [((*path, str(key)), inner) for key, inner in reversed(value.items())]
 
 
 def layer_count(chunk: Mapping[str, Held], path: Path) -> int:

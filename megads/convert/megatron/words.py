@@ -9,11 +9,6 @@ from typing import Any
 
 from megads.errors import CheckpointError
 
-MASTERS_NOTE = (
-    "the weights are the optimizer's fp32 masters; formats without its state get them rounded to "
-    "the type the model computed in"
-)
-
 
 def words_of(folder: Path, args: Mapping[str, Any]) -> int | None:
     """What the arguments say, or a tokenizer beside the weights."""
@@ -38,5 +33,5 @@ def _of_tokenizer(folder: Path) -> int | None:
         words = content["model"]["vocab"]
         last = max(words.values()) if isinstance(words, dict) else len(words) - 1
         return 1 + max(last, *(int(token["id"]) for token in content["added_tokens"]), last)
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from megads.convert.megatron.args import write_args
 from megads.convert.megatron.files import RANK_FILE, TRACKER, rank_folder
-from megads.convert.megatron.join import split
+from megads.convert.megatron.join import part_shape, split
 from megads.convert.megatron.names import core_names, layer_of, with_layer
+from megads.convert.narrow import retype
 from megads.convert.source import Report, Source, WriteOptions
+from megads.convert.torch_writing import Pending, save
 from megads.errors import CheckpointError
 from megads.models.families import WORD_EMBEDDING, param_specs
 from megads.parallel.sharding import ParamSpec
@@ -53,7 +55,7 @@ class _Stage:
 
 
 def write(source: Source, target: Path, options: WriteOptions, report: Report) -> None:
-    """Fill `target`; the weights of one rank are in memory at a time.
+    """Fill `target`; one tensor is in memory at a time.
 
     Raises CheckpointError for a model or a layout that Megatron-LM cannot express.
     """
@@ -73,17 +75,11 @@ def write(source: Source, target: Path, options: WriteOptions, report: Report) -
                 "model": model,
                 "num_floating_point_operations_so_far": 0,
             }
-            _save(content, folder / rank_folder(rank, stage.index, options.pp) / RANK_FILE)
+            path = folder / rank_folder(rank, stage.index, options.pp) / RANK_FILE
+            path.parent.mkdir(parents=True)
+            save(content, path)
     with open(target / TRACKER, "w") as handle:
         handle.write(str(step) if step else "release")
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _save(content: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    with open(path, "wb") as handle:
-        torch.save(content, handle)
         handle.flush()
         os.fsync(handle.fileno())
 
@@ -104,6 +100,7 @@ def _layout_args(source: Source, options: WriteOptions) -> dict[str, Any]:
     dtype = source.weights_dtype(WORD_EMBEDDING, options)
     rows = next(s for s in param_specs(model) if s.name == WORD_EMBEDDING).local_shape(tp)[0]
     return {
+        "seq_length": source.trained.seq_length or model.max_seq_length,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "transformer_pipeline_model_parallel_size": pp,
@@ -135,21 +132,18 @@ def _stages(layers: int, pp: int) -> list[_Stage]:
 
 def _rank_state(
     source: Source, stage: _Stage, options: WriteOptions, rank: int, report: Report
-) -> dict[str, Tensor | None]:
+) -> dict[str, Pending | None]:
     """A rank's weights by name; a tied embedding's copy is on the last of several stages."""
-    state: dict[str, Tensor | None] = {}
+    state: dict[str, Pending | None] = {}
     for spec in param_specs(source.model):
         copied = spec.tied and stage.is_last and stage.index > 0
         if not (stage.holds(spec) or copied):
             continue
-        whole = source.tensor("param", spec.name)
-        whole = whole.to(source.weights_dtype(spec.name, options))
-        part = split(whole, spec, source.model, tp=options.tp, rank=rank)
-        del whole
-        for name in _names(spec, stage, copied=copied):
-            state[name] = part
-        if rank == 0 and not copied:
-            report("param", spec.name)
+        state[_name(spec, stage, copied=copied)] = Pending(
+            part_shape(spec, options.tp),
+            source.weights_dtype(spec.name, options),
+            partial(_part, source, spec, options, rank, None if rank or copied else report),
+        )
     for layer in range(len(stage.layers)):
         for module in _LINEAR:
             state[f"decoder.layers.{layer}.{module}._extra_state"] = None
@@ -158,11 +152,21 @@ def _rank_state(
     return state
 
 
-def _names(spec: ParamSpec, stage: _Stage, *, copied: bool) -> Iterator[str]:
+def _part(
+    source: Source, spec: ParamSpec, options: WriteOptions, rank: int, report: Report | None
+) -> Tensor:
+    """What a rank holds of a weight; `report` is told of it."""
+    dtype = source.weights_dtype(spec.name, options)
+    whole = retype(source.tensor("param", spec.name), dtype, spec.name)
+    if report is not None:
+        report("param", spec.name)
+    return split(whole, spec, source.model, tp=options.tp, rank=rank)
+
+
+def _name(spec: ParamSpec, stage: _Stage, *, copied: bool) -> str:
     """The name in the file, where layers are numbered from 0 in every stage."""
     if copied:
-        yield "output_layer.weight"
-        return
+        return "output_layer.weight"
     name = core_names(spec.name)[0]
     layer = layer_of(name)
-    yield name if layer is None else with_layer(name, layer - stage.layers.start)
+    return name if layer is None else with_layer(name, layer - stage.layers.start)

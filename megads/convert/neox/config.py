@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from megads.config.model import ModelConfig
@@ -57,6 +58,25 @@ def read_settings(folder: Path, args: Mapping[str, Any]) -> dict[str, Any]:
         if key in args:
             _merge(settings, key, args[key], folder)
     return settings
+
+
+def precision_of(settings: Mapping[str, Any]) -> torch.dtype | None:
+    """The type the model computed in, narrower than fp32; None: fp32, or not said."""
+    name = settings.get("precision")
+    if name is None:
+        for section, kind in (("fp16", "fp16"), ("bf16", "bfloat16")):
+            given = settings.get(section)
+            if isinstance(given, Mapping) and given.get("enabled"):
+                name = given.get("type", kind)
+    return _TYPES.get(str(name))
+
+
+_TYPES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def _yaml_files(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from megads.convert.deepspeed.join import (
     trained,
 )
 from megads.convert.deepspeed.layers import PipelineShards, layer_files
-from megads.convert.neox.config import model_config, read_settings
+from megads.convert.neox.config import model_config, precision_of, read_settings
 from megads.convert.source import ReadOptions, Source
 from megads.convert.vocabulary import vocabulary
 from megads.errors import CheckpointError
@@ -54,7 +54,7 @@ def open_source(path: Path, options: ReadOptions) -> Source:
     settings = read_settings(folder, args if isinstance(args, Mapping) else vars(args))
     if not isinstance(settings.get("num_layers"), int):
         raise CheckpointError(f"{folder}: its settings do not say num_layers")
-    shards = PipelineShards(folder, opened)
+    shards = PipelineShards(folder, opened, optimizer=options.optimizer)
     places = find_places(folder, shards, _NAMES, settings["num_layers"])
     keys = shards.layers[places.blocks[0]]
     if f"{_LLAMA}.weight" in keys:
@@ -70,10 +70,11 @@ def open_source(path: Path, options: ReadOptions) -> Source:
     )
     slots = _slots(folder, model, places, keys, _qkv(folder, model, options))
     source = DeepSpeedSource("gpt-neox", folder, model, shards, slots)
-    source.trained = trained(states, None)
-    source.notes = words.notes
-    if len(source.kinds) == 1 and states.get("optimizer"):
-        source.notes += ("the optimizer's state is left out: it is stored without names",)
+    source.trained = trained(states, None, settings.get("seq_length"))
+    notes = words.notes
+    if options.optimizer and len(source.kinds) == 1 and states.get("optimizer"):
+        notes += ("the optimizer's state is left out: it is stored without names",)
+    source.describe(notes, precision_of(settings))
     return source
 
 
@@ -102,14 +103,14 @@ def _slots(
     up, down = ("linear1", "linear2") if current else ("dense_h_to_4h", "dense_4h_to_h")
     gated: Join = "up_gate" if model.gated else "columns"
     parts: Mapping[str, tuple[tuple[str, ...], Join]] = {
-        "attn_norm.weight": ((f"input_layernorm.{scale}",), "means"),
-        "attn_norm.bias": (("input_layernorm.bias",), "means"),
+        "attn_norm.weight": ((f"input_layernorm.{scale}",), "copies"),
+        "attn_norm.bias": (("input_layernorm.bias",), "copies"),
         "attn.qkv.weight": (("attention.query_key_value.weight",), qkv),
         "attn.qkv.bias": (("attention.query_key_value.bias",), qkv),
         "attn.out.weight": (("attention.dense.weight",), "rows"),
         "attn.out.bias": (("attention.dense.bias",), bias),
-        "mlp_norm.weight": ((f"post_attention_layernorm.{scale}",), "means"),
-        "mlp_norm.bias": (("post_attention_layernorm.bias",), "means"),
+        "mlp_norm.weight": ((f"post_attention_layernorm.{scale}",), "copies"),
+        "mlp_norm.bias": (("post_attention_layernorm.bias",), "copies"),
         "mlp.up.weight": ((f"mlp.{up}.weight",), gated),
         "mlp.up.bias": ((f"mlp.{up}.bias",), gated),
         "mlp.down.weight": ((f"mlp.{down}.weight",), "rows"),
@@ -125,8 +126,8 @@ def _slots(
     edges: Mapping[str, tuple[int | None, str, Join]] = {
         "embedding.word.weight": (places.embedding, "word_embeddings.weight", "columns"),
         "embedding.position.weight": (places.embedding, "position_embeddings.weight", "copies"),
-        "final_norm.weight": (places.norm, f"norm.{scale}", "means"),
-        "final_norm.bias": (places.norm, "norm.bias", "means"),
+        "final_norm.weight": (places.norm, f"norm.{scale}", "copies"),
+        "final_norm.bias": (places.norm, "norm.bias", "copies"),
         "head.weight": (places.head, "final_linear.weight", "columns"),
     }
     slots = {}
