@@ -26,7 +26,7 @@ LAYOUTS: dict[str, list[str]] = {
     "tp2": ["parallel=tp2"],
     "tp2 sp": ["parallel=tp2", SP],
     "pp2": ["parallel=pp2"],
-    "pp3 gpipe": ["parallel=pp3", "parallel.schedule=gpipe"],
+    "pp4 gpipe": ["parallel=pp4", "parallel.schedule=gpipe"],
     "dp2": ["parallel=dp2"],
     "dp4zero1 small buckets": [
         "parallel=dp4zero1",
