@@ -60,7 +60,7 @@ class _Megads(Source):
         self.kinds = tuple(
             kind for kind in KINDS if any(k.startswith(f"{kind}/") for k in self.manifest.tensors)
         )
-        self.trained = Trained(self.manifest.step, _samples(found, self.manifest.state))
+        self.trained = _trained(found, self.manifest)
 
     def training_state(self) -> dict[str, Any]:
         return dict(self.manifest.state)
@@ -88,15 +88,20 @@ class _Megads(Source):
         yield from self.manifest.tensors
 
 
-def _samples(path: Path, state: Mapping[str, Any]) -> int:
-    """Samples that the run had taken, 0 for weights that nothing was trained with."""
-    train = state.get("train", {})
-    samples = train.get("samples", 0) if isinstance(train, Mapping) else None
-    if type(samples) is not int or samples < 0:
+def _trained(path: Path, manifest: Manifest) -> Trained:
+    """How far the run had come; weights that nothing was trained with have no samples."""
+    samples = _count(path, manifest.state, "train", "samples")
+    return Trained(manifest.step, samples, _count(path, manifest.state, "data", "train.seq_length"))
+
+
+def _count(path: Path, state: Mapping[str, Any], entry: str, key: str) -> int:
+    values = state.get(entry, {})
+    number = values.get(key, 0) if isinstance(values, Mapping) else None
+    if type(number) is not int or number < 0:
         raise CheckpointError(
-            f"{path}: its manifest says train={train!r}, which has no number of samples"
+            f"{path}: its manifest says {entry}={values!r}, which has no sensible {key}"
         )
-    return samples
+    return number
 
 
 def write(source: Source, target: Path, options: WriteOptions, report: Report) -> None:

@@ -65,12 +65,8 @@ def convert(source: Source, target: Path, to: str, options: WriteOptions, report
         _sync_all(temporary)
         temporary.rename(target)
         sync_directory(target.parent)
-    except (OSError, RuntimeError) as error:
-        # torch.save ends its file after a failed write too, and tells of that instead.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise CheckpointError(f"cannot write {target}: {cause}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

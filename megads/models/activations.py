@@ -102,11 +102,6 @@ def _is_windowed(config: ModelConfig, size: PassSize) -> bool:
     return config.attention_window is not None and config.attention_window < size.seq
 
 
-def recomputed_bytes(config: ModelConfig, size: PassSize) -> int:
-    """What a block that is recomputed in full keeps while its backward runs, beside its input."""
-    return _block(config, size)[0]
-
-
 @dataclass(frozen=True)
 class _Heads:
     """Bytes of this rank's `[tokens, heads, head_dim]`, and elements of `[tokens, heads]`."""

@@ -185,6 +185,11 @@ def _check_kinds(manifest: Manifest, *, kinds: tuple[str, ...], source: Path) ->
     """Refuse a checkpoint of another optimizer with the way out, not with a missing tensor."""
     saved = {key.partition("/")[0] for key in manifest.tensors}
     missing = [kind for kind in kinds if kind not in saved]
+    if saved == {"param"} and missing:
+        raise CheckpointError(
+            f"checkpoint {source} holds weights alone, no {', '.join(missing)}; start from them "
+            f"with checkpoint.load_what=weights"
+        )
     if missing:
         raise CheckpointError(
             f"checkpoint {source} holds {', '.join(sorted(saved))} but not {', '.join(missing)}: "

@@ -14,11 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from megads.convert.formats import open_source
+from megads.convert.run import convert
+from megads.convert.source import WriteOptions
 from tests import training
 from tests.distributed import Workers
 from tests.training import (
     assert_same_curve,
+    column,
     read_checkpoint,
+    read_metrics,
     run_training,
     tiny_config,
     world_size,
@@ -177,3 +182,104 @@ def test_checkpoint_before_the_first_applied_update_loads(
     lines = run_training(workers, tiny_config(tmp_path, data, "gpt", SAVE, "train.steps=3", *huge))
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["loss_scale"] == pytest.approx(2.5e29)
+
+
+def test_batch_ramp_and_a_changed_batch_size(tmp_path: Path, data: str, workers: Workers) -> None:
+    """What was consumed is the sum of the sizes used, and the schedule follows it."""
+    ramp = [
+        "train.micro_batch_size=2",
+        "train.batch_rampup=[4,4,24]",
+        "train.global_batch_size=12",
+        "optim.units=samples",
+        "optim.warmup=8",
+        "optim.total=null",
+    ]
+    config = tiny_config(tmp_path / "a", data, "gpt", SAVE, "train.steps=8", *ramp)
+    lines = run_training(workers, config)
+    assert [line["samples"] for line in lines] == [4, 8, 12, 20, 28, 40, 52, 64]
+    assert lines[1]["lr"] == pytest.approx(3e-3) and lines[-1]["lr"] == pytest.approx(3e-4)
+
+    first = ["train.steps=4", *[o for o in ramp if not o.startswith("optim.total")]]
+    run_training(workers, tiny_config(tmp_path / "b", data, "gpt", SAVE, *first, "optim.total=64"))
+    changed = ["train.steps=11", "train.global_batch_size=6", "train.batch_rampup=null"]
+    changed += [
+        "train.micro_batch_size=2",
+        "optim.units=samples",
+        "optim.warmup=8",
+        "optim.total=64",
+    ]
+    run_training(workers, tiny_config(tmp_path / "b", data, "gpt", SAVE, *changed))
+    lines = read_metrics(tmp_path / "b")
+    assert column(lines, "samples").tolist() == [4, 8, 12, 20, 26, 32, 38, 44, 50, 56, 62]
+    assert lines[4]["lr"] < 3e-3 and lines[-1]["lr"] > 3e-4
+
+
+def test_metrics_of_steps_that_are_made_again_are_set_aside(
+    tmp_path: Path, data: str, workers: Workers
+) -> None:
+    """A run that died after its last checkpoint does not report a step twice."""
+    options = ["checkpoint.every=4", "train.steps=6", "optim.total=20"]
+    lines = run_training(workers, tiny_config(tmp_path, data, "gpt", *options))
+    spoiled = (tmp_path / "metrics.jsonl").read_text() + "\0\0 not json\n"
+    (tmp_path / "metrics.jsonl").write_text(spoiled)
+    again = run_training(
+        workers, tiny_config(tmp_path, data, "gpt", "train.steps=7", *options[:1], *options[2:])
+    )
+    assert [line["step"] for line in again] == list(range(1, 8))
+    assert [line["loss"] for line in again[:6]] == [line["loss"] for line in lines]
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded[:2]] == [5, 6]
+
+
+def resume_error(rank: int, world: int, config: Any) -> str:
+    from megads.errors import CheckpointError
+    from megads.train.loop import train
+
+    try:
+        train(config, training.pool_info(rank, world))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_another_optimizer_or_model_is_refused(tmp_path: Path, data: str, workers: Workers) -> None:
+    run_training(workers, tiny_config(tmp_path, data, "gpt", SAVE, "train.steps=2"))
+    for options, words in (
+        (["optim.name=sgd", "optim.momentum=0.9"], ["momentum", "load_what=weights"]),
+        (["model.num_layers=4"], ["num_layers", "5", "4"]),
+    ):
+        config = tiny_config(tmp_path, data, "gpt", "parallel=dp2", "train.steps=4", *options)
+        for message in workers(2).run(resume_error, config):
+            assert all(word in message for word in words), message
+
+
+def test_weights_alone_are_no_run_to_go_on_with(
+    tmp_path: Path, data: str, workers: Workers
+) -> None:
+    """What most conversions give: the message names the way to begin with them."""
+    run_training(workers, tiny_config(tmp_path / "a", data, "gpt", SAVE, "train.steps=2"))
+    source = open_source(tmp_path / "a")
+    weights = WriteOptions(optimizer=False)
+    convert(source, tmp_path / "b", "megads", weights, lambda kind, name: None)
+    options = ["train.steps=4", f"checkpoint.load={tmp_path / 'b'}"]
+    config = tiny_config(tmp_path / "c", data, "gpt", *options)
+    (message,) = workers(1).run(resume_error, config)
+    assert "weights alone" in message and "checkpoint.load_what=weights" in message
+    options.append("checkpoint.load_what=weights")
+    lines = run_training(workers, tiny_config(tmp_path / "c", data, "gpt", *options))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_changed_data_settings_are_pointed_out(
+    tmp_path: Path, data: str, workers: Workers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from megads.train.checkpointing import _changes, data_settings
+
+    before = data_settings(tiny_config(tmp_path, data, "gpt"))
+    after = data_settings(tiny_config(tmp_path, data, "gpt", "train.seq_length=8"))
+    assert list(_changes(before, before)) == []
+    assert list(_changes(before, after)) == ["train.seq_length has changed from 16 to 8"]
+    run_training(workers, tiny_config(tmp_path, data, "gpt", SAVE, "train.steps=2"))
+    first = (tmp_path / "config.yaml").read_text()
+    run_training(workers, tiny_config(tmp_path, data, "gpt", "train.steps=3", "train.seed=5"))
+    assert (tmp_path / "config.before-step-3.yaml").read_text() == first

@@ -249,9 +249,10 @@ def test_the_next_loss_in_another_layout_is_the_same(
             assert got["loss"] == pytest.approx(want["loss"], abs=1e-6 * want["loss"]), then
 
 
-def test_kill_test_in_short() -> None:
+def test_kill_test_in_short(tmp_path: Path) -> None:
     """Real processes, killed and damaged: see scripts/kill_test.py for the long one."""
     short = ["--rounds", "2", "--steps", "15", "--seed", "4", "--layouts", "dp2zero3"]
+    short += ["--directory", str(tmp_path)]  # nothing is mounted
     command = [sys.executable, str(ROOT / "scripts/kill_test.py"), *short]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
