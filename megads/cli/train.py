@@ -27,6 +27,8 @@ def main() -> None:
         except MegadsError as error:
             print(f"megads-train: {error}", file=sys.stderr)
             sys.exit(error.exit_status)
+        except KeyboardInterrupt:  # before there were workers to tell
+            sys.exit(130)
     with StopRequest():  # Before the slow imports: until it is there, a signal ends the process.
         end_with(place.launcher_pid)
         try:

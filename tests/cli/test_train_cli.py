@@ -155,6 +155,25 @@ def test_failure_inside_a_worker_is_shown_once(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_interrupted_before_there_are_workers(tmp_path: Path) -> None:
+    """Ctrl-C while text is being tokenized: no traceback, no checkpoint, the shell's status."""
+    process = subprocess.Popen(
+        [*COMMAND, "model=gpt-tiny", "run.dir=run"],
+        cwd=tmp_path,
+        env=_environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "tokenizing" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
 def test_stopped_by_a_signal_resumed_and_finished(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, *TINY, "parallel=dp2", "train.steps=100000"],
