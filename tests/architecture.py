@@ -24,7 +24,11 @@ PURE = {
     "convert.hf.config",
     "convert.hf.names",
     "convert.hf.positions",
+    "data.audit",
     "data.blend",
+    "data.ledger",
+    "data.order",
+    "data.plan",
     "data.sampler",
     "models.activations",
     "models.families",
@@ -43,7 +47,7 @@ PURE = {
 }
 """Modules that plan; like all of `errors`, `config` and most of `launch` they never load torch."""
 TORCH_FREE = PURE | {"errors", "config", "launch", "data.prepare", "cli.train"}
-TORCH_USERS_IN_LAUNCH = {"launch.agent"}
+TORCH_USERS_IN_LAUNCH = {"launch.supervisor"}
 
 BASE = {"errors", "config", "pure"}
 LAYERS = {
@@ -197,7 +201,7 @@ def prints(modules: list[Module]) -> list[str]:
 
 
 def communicators(modules: list[Module]) -> list[str]:
-    """Users of torch.distributed outside `parallel` and the elastic agent's file."""
+    """Users of torch.distributed outside `parallel` and the local supervisor's file."""
     return [
         f"{module.name} uses torch.distributed"
         for module in modules

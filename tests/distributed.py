@@ -19,26 +19,28 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from socket import socketpair
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megads.parallel.layout import ParallelLayout
     from megads.parallel.mesh import Mesh
 
-ROOT = Path(__file__).resolve().parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["megads.train.loop", "tests.distributed"])
+"""Workers are forked from one process that has imported torch, which takes seconds each time."""
 START_TIMEOUT_S = 120.0
 KEPT_MESHES = 2
 GRACE_S = 3.0
@@ -83,14 +85,14 @@ class WorkerPool:
         self.world_size = world_size
         self._dir = Path(tempfile.mkdtemp(prefix="megads-test-pool-"))
         self._links: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ForkServerProcess] = []
         for rank in range(world_size):
             self._start(rank)
         self._collect("starting the pool", START_TIMEOUT_S)
 
     @property
     def alive(self) -> bool:
-        return bool(self._processes) and all(p.poll() is None for p in self._processes)
+        return bool(self._processes) and all(p.is_alive() for p in self._processes)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call `fn(rank, world_size, *args)` on every rank; its results in rank order.
@@ -107,33 +109,17 @@ class WorkerPool:
         for link in self._links:
             link.close()
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=2.0)
+            process.join(timeout=2.0)
         self._kill()
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socketpair()
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
-        if Path("/sys/class/net/lo").exists():
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        arguments = [str(theirs.fileno()), str(rank), str(self.world_size), str(self._dir)]
-        with self._log(rank).open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.distributed", *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
-            )
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(
+            target=_worker, args=(theirs, rank, self.world_size, self._dir), daemon=True
+        )
+        process.start()
         theirs.close()
-        self._links.append(Connection(ours.detach()))
+        self._links.append(ours)
         self._processes.append(process)
 
     def _collect(self, what: str, timeout: float) -> list[Any]:
@@ -158,8 +144,10 @@ class WorkerPool:
     def _report(self, what: str, timeout: float, failures: dict[int, str], hung: list[int]) -> str:
         """Describe a failed call, then throw the pool away."""
         for rank in hung:
-            with contextlib.suppress(ProcessLookupError):
-                self._processes[rank].send_signal(signal.SIGUSR2)
+            pid = self._processes[rank].pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR2)
         if hung:
             time.sleep(0.5)
         parts = [f"{what} failed on {len(failures)} of {self.world_size} ranks"]
@@ -177,15 +165,14 @@ class WorkerPool:
         return "\n".join(parts)
 
     def _status(self, rank: int) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._processes[rank].wait(timeout=2.0)
-        return self._processes[rank].returncode
+        self._processes[rank].join(timeout=2.0)
+        return self._processes[rank].exitcode
 
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            process.join()
         for link in self._links:
             link.close()
         self._links, self._processes = [], []
@@ -229,11 +216,15 @@ def _resolve(module: str, qualname: str) -> Callable[..., Any]:
     return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[return-value]
 
 
-def _worker(fd: int, rank: int, world_size: int, directory: Path) -> None:
+def _worker(link: Connection, rank: int, world_size: int, directory: Path) -> None:
+    output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if Path("/sys/class/net/lo").exists():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     stack = (directory / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = Connection(fd)
 
     def answer(work: Callable[[], Any]) -> None:
         try:
@@ -282,10 +273,3 @@ def _call(fn: Callable[..., Any], rank: int, world_size: int, args: bytes) -> An
     finally:
         gc.collect()
         gc.freeze()
-
-
-if __name__ == "__main__":
-    # Run under the importable name, so that tests and worker share one `mesh_for` cache.
-    from tests import distributed
-
-    distributed._worker(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

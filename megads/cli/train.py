@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megads.errors import MegadsError
 from megads.launch.env import rank_info, started, this_machine
@@ -30,14 +30,21 @@ def main() -> None:
         except KeyboardInterrupt:  # before there were workers to tell
             sys.exit(130)
     with StopRequest():  # Before the slow imports: until it is there, a signal ends the process.
-        end_with(place.launcher_pid)
-        try:
-            status = _train(sys.argv[1:])
-        except BaseException as error:
-            status, text = failed(place, error)
-            if text is not None:
-                print(f"megads-train: {text}", file=sys.stderr)
-        leave(status)
+        work(sys.argv[1:])
+
+
+def work(arguments: Sequence[str]) -> NoReturn:
+    """Be a worker, from its arguments to the end of its process."""
+    place = started()
+    assert place is not None
+    end_with(place.launcher_pid)
+    try:
+        status = _train(arguments)
+    except BaseException as error:
+        status, text = failed(place, error)
+        if text is not None:
+            print(f"megads-train: {text}", file=sys.stderr)
+    leave(status)
 
 
 def _launch(config: Config) -> int:
@@ -45,7 +52,7 @@ def _launch(config: Config) -> int:
     from megads.config.directories import make_directories
     from megads.config.validate import check
     from megads.data.prepare import prepare_data
-    from megads.launch.local import handed_over, launch_local
+    from megads.launch.local import Work, handed_over, launch_local
     from megads.launch.world import check_disk, check_fits, local_layout
 
     machine = this_machine()
@@ -58,7 +65,8 @@ def _launch(config: Config) -> int:
     logging.getLogger("megads.data").setLevel(logging.INFO)
     prepare_data(config)
     with handed_over(config) as arguments:
-        return launch_local(config, layout.world_size, ["-m", "megads.cli.train", *arguments])
+        work = Work("megads.cli.train:work", preload="megads.train.loop")
+        return launch_local(config, layout.world_size, work, arguments)
 
 
 def _train(arguments: Sequence[str]) -> int:

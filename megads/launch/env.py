@@ -7,8 +7,7 @@ there are neither, from nowhere: then the command is the one the user typed, and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -141,19 +140,37 @@ def worker_environment(
     return added
 
 
-@contextmanager
-def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started meanwhile, and put back what was there."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with these variables, for a process to be started."""
+    return {**os.environ, **variables}
+
+
+def launcher_pid() -> int | None:
+    """The process that `worker_environment` was made in; None when none was."""
+    pid = os.environ.get(LAUNCHER_PID)
+    return int(pid) if pid else None
+
+
+def become_worker(rank: int, world_size: int, addr: str, port: int, error_file: Path) -> None:
+    """Make this process, forked by the local supervisor, a worker: it gets torchrun's variables.
+
+    The supervisor listens at `addr`:`port` with the store in which the workers meet.
+    """
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": addr,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            LAUNCHER_PID: str(os.getppid()),
+        }
+    )
 
 
 def _from_torchrun(environ: Mapping[str, str], backend: BackendChoice) -> RankInfo:

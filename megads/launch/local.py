@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import megads
 from megads.config.schema import Config
 from megads.errors import FINISHED_STATUS, STOPPED_STATUS, WorkerFailure
-from megads.launch.env import exported, this_machine, worker_environment
+from megads.launch.env import this_machine, with_variables, worker_environment
+from megads.launch.supervisor import POLL_S, Signals, WorkerEnd, read_ends
 from megads.launch.world import usable_gpus
 
-if TYPE_CHECKING:
-    from megads.launch.agent import JobEnd, WorkerEnd
-
 RESOLVED = "--resolved-config="
+STOPPED_EARLY = "stopped by a signal before anything could be saved"
 
 
-def launch_local(config: Config, nproc: int, command: Sequence[str]) -> int:
-    """Run `python *command` in `nproc` workers with torchrun's variables; the exit status.
+@dataclass(frozen=True)
+class Work:
+    """What workers do: `target` ("module:function") is called with the arguments of the job.
+
+    `preload` names the module whose import takes long; it is imported once, before the workers
+    part.
+    """
+
+    target: str
+    preload: str
+
+
+def launch_local(config: Config, nproc: int, work: Work, arguments: Sequence[str]) -> int:
+    """Do `work` in `nproc` workers with torchrun's variables; the exit status.
 
     Returns 0 when all finished and 3 when they stopped for a signal after saving. Raises
     WorkerFailure for any other end: its message begins with what happened to the rank that failed
     first, and its `exit_status` is that rank's. No worker is left when this returns or raises.
+    Signals to this process are passed on to the workers meanwhile, the second request to stop kills
+    them; only for the main thread.
     """
     machine = this_machine()
     variables = worker_environment(
@@ -38,10 +53,36 @@ def launch_local(config: Config, nproc: int, command: Sequence[str]) -> int:
         workers=nproc,
         cores=machine.cores,
     )
-    with exported(variables), tempfile.TemporaryDirectory(prefix="megads-") as directory:
-        from megads.launch.agent import run_workers
+    stops = 0
+    with tempfile.TemporaryDirectory(prefix="megads-") as place, Signals().installed() as signals:
+        command = [sys.executable, *_python_options(), "-m", "megads.launch.supervisor"]
+        # A session of its own: Ctrl-C in a terminal reaches the workers through this process only.
+        process = subprocess.Popen(
+            [*command, place, str(nproc), work.target, work.preload, *arguments],
+            stdin=subprocess.DEVNULL,
+            env=with_variables(variables),
+            start_new_session=True,
+        )
+        while process.poll() is None:
+            for number in signals.take():
+                stops += number is not signal.SIGUSR1
+                if stops < 2:
+                    process.send_signal(number)
+                else:  # whoever asks twice does not want to wait for a checkpoint
+                    os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+        ends = read_ends(Path(place))
+    if ends is None:
+        raise WorkerFailure(_unfinished(process.returncode, stops))
+    return _status(ends, stops)
 
-        return _status(run_workers([*_python_options(), *command], nproc, Path(directory)))
+
+def _unfinished(status: int, stops: int) -> str:
+    """The supervisor's own end: it was killed, or could not even start."""
+    if stops:
+        return STOPPED_EARLY
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed; see above"
+    return f"the process that watches over the workers {how}"
 
 
 @contextmanager
@@ -75,15 +116,15 @@ def first_failure(ends: Sequence[WorkerEnd]) -> WorkerEnd:
     return min(ends, key=order)
 
 
-def _status(end: JobEnd) -> int:
-    if not end.failures:
+def _status(failures: Sequence[WorkerEnd], stops: int) -> int:
+    if not failures:
         return FINISHED_STATUS
-    first = first_failure(end.failures)
+    first = first_failure(failures)
     if first.status == STOPPED_STATUS:
         return STOPPED_STATUS
-    if end.asked_to_stop and first.status < 0:
-        raise WorkerFailure("stopped by a signal before anything could be saved")
-    failure = WorkerFailure(_explain(first, end.failures))
+    if stops and first.status < 0:
+        raise WorkerFailure(STOPPED_EARLY)
+    failure = WorkerFailure(_explain(first, failures))
     failure.exit_status = first.status if first.status in (1, 2) else 1
     raise failure
 

@@ -157,8 +157,9 @@ def test_failure_inside_a_worker_is_shown_once(tmp_path: Path) -> None:
 
 def test_interrupted_before_there_are_workers(tmp_path: Path) -> None:
     """Ctrl-C while text is being tokenized: no traceback, no checkpoint, the shell's status."""
+    (tmp_path / "long.txt").write_bytes(b"seconds of work\f" * 2**21)
     process = subprocess.Popen(
-        [*COMMAND, "model=gpt-tiny", "run.dir=run"],
+        [*COMMAND, "model=gpt-tiny", "run.dir=run", "data.paths=[long.txt]"],
         cwd=tmp_path,
         env=_environment(tmp_path),
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -157,8 +158,22 @@ def test_allocator_settings_can_be_left_out_and_are_for_cpus() -> None:
     assert not {"GLIBC_TUNABLES", "OMP_NUM_THREADS"} & _workers({}, on_cpu=False).keys()
 
 
-def test_exported_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_process_to_be_started_leave_this_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MEGADS_TEST_A", "old")
-    with env.exported({"MEGADS_TEST_A": "new", "MEGADS_TEST_B": "b"}):
-        assert (os.environ["MEGADS_TEST_A"], os.environ["MEGADS_TEST_B"]) == ("new", "b")
-    assert os.environ["MEGADS_TEST_A"] == "old" and "MEGADS_TEST_B" not in os.environ
+    before = dict(os.environ)
+    given = env.with_variables({"MEGADS_TEST_A": "new", "MEGADS_TEST_B": "b"})
+    assert given == {**before, "MEGADS_TEST_A": "new", "MEGADS_TEST_B": "b"}
+    assert dict(os.environ) == before
+
+
+def test_a_forked_process_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
+    assert env.started() is None
+    env.become_worker(2, 4, "127.0.0.1", 1234, Path("/x/error-2.json"))
+    assert env.started() == env.Started(2, 2, os.getppid(), Path("/x/error-2.json"))
+    info = env.rank_info("gloo")
+    assert info is not None
+    assert (info.rank, info.world_size, info.local_world_size, info.node) == (2, 4, 4, 0)
+    assert (info.master_addr, info.master_port, info.how) == ("127.0.0.1", 1234, "local")

@@ -15,16 +15,17 @@ import pytest
 from megads.config.compose import compose
 from megads.errors import WorkerFailure
 from megads.launch import env
-from megads.launch.agent import JobEnd, WorkerEnd
-from megads.launch.local import first_failure, handed_over, launch_local, received
+from megads.launch.local import Work, first_failure, handed_over, launch_local, received
+from megads.launch.supervisor import WorkerEnd
 
-WORKLOAD = str(Path(__file__).with_name("workload.py"))
-LAUNCHER = f"""
+WORKLOAD = Work("tests.launch.workload:work", preload="tests.launch.workload")
+LAUNCHER = """
 import sys
+from tests.launch.test_local import WORKLOAD
 from megads.config.compose import compose
 from megads.launch.local import launch_local
 try:
-    status = launch_local(compose(), 2, [{WORKLOAD!r}, *sys.argv[1:]])
+    status = launch_local(compose(), 2, WORKLOAD, sys.argv[1:])
 except Exception as error:
     print(error)
     status = 1
@@ -73,7 +74,7 @@ def test_workers_get_ranks_threads_and_allocator_settings(
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     before = dict(os.environ)
-    assert launch_local(compose(), 2, [WORKLOAD, "environment", str(tmp_path)]) == 0
+    assert launch_local(compose(), 2, WORKLOAD, ["environment", str(tmp_path)]) == 0
     threads = max(1, env.this_machine().cores // 2)
     for rank in range(2):
         assert (tmp_path / f"environment-{rank}").read_text().splitlines() == [
@@ -90,8 +91,8 @@ def test_workers_get_ranks_threads_and_allocator_settings(
 def test_one_failure_ends_all_and_its_traceback_comes_first(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerFailure) as failure:
-        launch_local(compose(), 3, [WORKLOAD, "fail", str(tmp_path)])
-    assert time.monotonic() - start < 60
+        launch_local(compose(), 3, WORKLOAD, ["fail", str(tmp_path)])
+    assert time.monotonic() - start < 300
     lines = str(failure.value).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-2] == "ValueError: the first thing that went wrong"
@@ -107,13 +108,13 @@ def test_one_failure_ends_all_and_its_traceback_comes_first(tmp_path: Path) -> N
 
 def test_a_crash_is_named_before_the_errors_it_causes(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailure, match=r"\Arank 1 was ended by SIGSEGV") as failure:
-        launch_local(compose(), 2, [WORKLOAD, "crash", str(tmp_path)])
+        launch_local(compose(), 2, WORKLOAD, ["crash", str(tmp_path)])
     assert failure.value.exit_status == 1
 
 
 def test_refusals_keep_their_status_and_have_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailure) as failure:
-        launch_local(compose(), 2, [WORKLOAD, "refuse", str(tmp_path)])
+        launch_local(compose(), 2, WORKLOAD, ["refuse", str(tmp_path)])
     assert str(failure.value) == "parallel.tp=3 is impossible"
     assert failure.value.exit_status == 2
 
@@ -155,7 +156,6 @@ def test_first_failure_of_what_the_agent_saw() -> None:
     crash = WorkerEnd(4, -11, when=9.0)
     assert first_failure([told, late, early, killed_by_us]) is early
     assert first_failure([told, late, early, crash, killed_by_us]) is crash
-    assert JobEnd((told,)).failures == (told,)
 
 
 def test_configuration_is_handed_over_unchanged() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from megads.launch.env import started
 from megads.launch.worker import end_with, failed, leave
 
 
-def main() -> None:
+def work(arguments: Sequence[str]) -> None:
     place = started()
     assert place is not None
-    what, directory = sys.argv[1], Path(sys.argv[2])
+    what, directory = arguments[0], Path(arguments[1])
     end_with(place.launcher_pid, interval_s=0.1)
     (directory / f"pid-{place.rank}").write_text(str(os.getpid()))
     try:
@@ -48,7 +48,7 @@ def act(what: str, rank: int, directory: Path) -> None:
         if rank == 0:
             wait_for_end_of(directory / "pid-1")
             raise ConnectionError("a peer is gone")
-        time.sleep(60)
+        time.sleep(600)
     elif what == "refuse":
         raise LayoutError("parallel.tp=3 is impossible")
     elif what == "stop":
@@ -64,7 +64,7 @@ def act(what: str, rank: int, directory: Path) -> None:
     elif what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (directory / f"ready-{rank}").touch()
-        time.sleep(60)
+        time.sleep(600)
 
 
 def wait_for_end_of(file: Path) -> None:
@@ -75,7 +75,3 @@ def wait_for_end_of(file: Path) -> None:
     with suppress(FileNotFoundError, ProcessLookupError):
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
-
-
-if __name__ == "__main__":
-    main()
