@@ -37,7 +37,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Links of one stage, on the ring of stages (interleaving wraps around).
+    """Links of one stage, on the ring of stages (interleaving wraps around) or the row of them.
 
     Activations flow from a stage to the next, gradients back; each direction of each pair has its
     own communicator, so that a send and a receive between two stages never wait for each other.
@@ -104,21 +104,25 @@ class Mesh:
         zero_shard_size: int = 1,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
+        ring: bool = True,
     ) -> Mesh:
         """Create all groups of `layout` on an initialized process group.
 
+        Axes of the same ranks share one: even an idle group costs memory (NCCL) or threads (gloo).
         Collective over the default group, whose first `layout.world_size` ranks form the mesh;
         ranks outside the mesh must not call it. `zero_shard_size` neighbours on the dp axis (which
         it divides) form a shard group: 1 under ZeRO stage 0, else usually all of them. A collective
-        that waits longer than `timeout_s` ends the job.
+        that waits longer than `timeout_s` ends the job. `ring`: the last stage sends to the first,
+        as interleaved schedules need.
         """
         if layout.world_size == 1:
             return cls.single(device)
         coords = layout.coords(rank)
         limit = timedelta(seconds=timeout_s)
+        made: Groups = {}
 
-        def axis(name: str, groups: list[tuple[int, ...]], backend: str | None = None) -> Axis:
-            mine, group = _new_groups(groups, rank, limit, backend)
+        def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
+            mine, group = _join(groups, rank, limit, made)
             return Axis(name, len(mine), mine.index(rank), mine, group)
 
         def along(name: AxisName) -> Axis:
@@ -129,9 +133,14 @@ class Mesh:
         kv = axis("kv", layout.kv_groups(num_kv_heads or layout.tp))
         tied = axis("tied", _tied_groups(layout))
         everyone = [tuple(range(layout.world_size))]
-        world, saving = axis("world", everyone), axis("saving", everyone, "gloo")
+        world = axis("world", everyone)
+        saving = replace(
+            world,
+            name="saving",
+            group=dist.new_group(timeout=limit, backend="gloo", ranks=everyone[0]),
+        )
         at = torch.device(device)
-        links = _pipeline_links(layout, rank, at, limit)
+        links = _pipeline_links(layout, rank, at, limit, ring=ring)
         return cls(layout, coords, tp, pp, dp, shard, replica, kv, tied, world, saving, links, at)
 
     def close(self) -> None:
@@ -150,24 +159,23 @@ class Mesh:
         return self.pp.index == self.pp.size - 1
 
 
-def _new_groups(
-    groups: list[tuple[int, ...]], rank: int, timeout: timedelta, backend: str | None
-) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
-    """Create every group with more than one member, in one order on all ranks; return mine.
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+"""By their ranks, also those that this rank is not in."""
 
-    A rank in none of the groups is on its own. Without a `backend` they have the default group's.
+
+def _join(
+    groups: list[tuple[int, ...]], rank: int, timeout: timedelta, made: Groups
+) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+    """Create the groups not `made` yet, in one order on all ranks; mine, with its ranks.
+
+    A rank in none of the groups is on its own, and so is one in a group of one member.
     """
-    mine: tuple[int, ...] = (rank,)
-    mine_group = None
     for ranks in groups:
-        if rank in ranks:
-            mine = ranks
-        if len(ranks) > 1:
+        if len(ranks) > 1 and ranks not in made:
             # Without a timeout here a group has torch's default, not the default group's.
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-            if rank in ranks:
-                mine_group = group
-    return mine, mine_group
+            made[ranks] = dist.new_group(list(ranks), timeout=timeout)
+    mine = next((ranks for ranks in groups if rank in ranks), (rank,))
+    return mine, made.get(mine)
 
 
 def _cut(
@@ -196,9 +204,9 @@ def _tied_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:
 
 
 def _pipeline_links(
-    layout: ParallelLayout, rank: int, device: torch.device, timeout: timedelta
+    layout: ParallelLayout, rank: int, device: torch.device, timeout: timedelta, *, ring: bool
 ) -> PipelineLinks:
-    """Two groups per adjacent pair of the ring of stages: for activations and for gradients.
+    """Two groups per adjacent pair of the ring, or row, of stages: activations and gradients.
 
     Each link carries one element at once, in an order that all ranks share: NCCL connects two
     ranks at their first message and blocks the host meanwhile, which in the order of a pipeline
@@ -208,7 +216,7 @@ def _pipeline_links(
         return PipelineLinks()
     ends: dict[str, Neighbour] = {}
     for stages in layout.groups("pp"):
-        for stage, here in enumerate(stages):
+        for stage, here in enumerate(stages if ring else stages[:-1]):
             after = stages[(stage + 1) % len(stages)]
             for kind, source, target in (("activation", here, after), ("gradient", after, here)):
                 group = dist.new_group([here, after], timeout=timeout)
