@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["megads.train.loop", "tests.distributed"])
-"""Workers are forked from one process that has imported torch, which takes seconds each time."""
+"""Workers are forked from one process that has imported what takes seconds each time."""
 START_TIMEOUT_S = 120.0
 KEPT_MESHES = 2
 GRACE_S = 3.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,39 @@ from megads.pipeline.schedule import (
 StageModule = Callable[[Tensor | None, MicroBatch], Tensor]
 Key = tuple[int, int]
 """(chunk, microbatch)"""
+
+
+@dataclass(frozen=True)
+class Root:
+    """The graph of a tensor without the tensor: a scalar above it, and where its gradient is put.
+
+    Giving torch a gradient at the start of a backward pass would do the same, but makes it import
+    sympy, which takes every new process more than two seconds of computing.
+    """
+
+    edge: GradientEdge
+    gradient: list[Tensor]
+
+    @classmethod
+    def of(cls, output: Tensor) -> Root:
+        gradient: list[Tensor] = []
+        return cls(get_gradient_edge(_Scalar.apply(output, gradient)), gradient)
+
+    def backward(self, gradient: Tensor) -> None:
+        """Run the graph backward from this gradient of the tensor."""
+        self.gradient.append(gradient)
+        torch.autograd.backward([self.edge])
+
+
+class _Scalar(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient.pop(), None
 
 
 class PipelineExecutor:
@@ -126,7 +161,7 @@ class _Walk:
         self.gradients_in = Inbox(links.gradient_in, mesh.device)
         self.gradients_out = Outbox(links.gradient_out, window)
         self.made: dict[Action, Tensor] = {}  # results, under the action that will send them
-        self.in_flight: dict[Key, tuple[GradientEdge, Tensor | None]] = {}
+        self.in_flight: dict[Key, tuple[Root, Tensor | None]] = {}
         self.peak_in_flight = 0
         self.last_backward: dict[int, int] = {}
         self.loss = torch.zeros((), dtype=torch.float32, device=mesh.device)
@@ -163,8 +198,8 @@ class _Walk:
         output = executor.modules[chunk](hidden, batch)
         self.check(output, key)
         if training:
-            # The edge keeps the graph but not the output, whose memory goes once it is sent.
-            self.in_flight[key] = get_gradient_edge(output), hidden
+            # The root keeps the graph but not the output, whose memory goes once it is sent.
+            self.in_flight[key] = Root.of(output), hidden
             self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
         if plan.has_head:
             self.loss += output.detach()
@@ -176,14 +211,14 @@ class _Walk:
     def backward(self, key: Key) -> None:
         chunk, microbatch = key
         plan = self.executor.chunks[chunk]
-        edge, hidden = self.in_flight.pop(key)
+        root, hidden = self.in_flight.pop(key)
         if plan.has_head:
             gradient = torch.full_like(self.loss, self.grad_scale)
         else:
             gradient = self.gradients_in.take(key)
         is_last = self.last_backward[chunk] == microbatch
         self.grads.before_backward(chunk, is_last=is_last)
-        torch.autograd.backward([edge], [gradient])
+        root.backward(gradient)
         self.grads.after_backward(chunk)
         if hidden is None:
             return
