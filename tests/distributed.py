@@ -262,8 +262,9 @@ def _join(rank: int, world_size: int, directory: Path) -> None:
 def _call(fn: Callable[..., Any], rank: int, world_size: int, args: bytes) -> Any:
     """One call; the seed is set so that results do not depend on earlier calls.
 
-    Afterwards cycles are collected, because a process group in one keeps its threads, and what is
-    left is frozen: no later collection, here or in a test that counts objects, looks at it again.
+    Groups that a run which failed has left are destroyed. Cycles are collected, because a process
+    group in one keeps its threads, and what is left is frozen: no later collection, here or in a
+    test that counts objects, looks at it again.
     """
     import torch
 
@@ -271,5 +272,14 @@ def _call(fn: Callable[..., Any], rank: int, world_size: int, args: bytes) -> An
     try:
         return fn(rank, world_size, *pickle.loads(args))
     finally:
+        _destroy_strays()
         gc.collect()
         gc.freeze()
+
+
+def _destroy_strays() -> None:
+    import torch.distributed as dist
+
+    kept = {dist.group.WORLD, *(group for mesh in _meshes.values() for group in mesh.groups)}
+    for group in set(dist.distributed_c10d._world.pg_map) - kept:
+        dist.destroy_process_group(group)

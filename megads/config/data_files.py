@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megads.config.schema import Config
+from megads.config.streams import is_streamed, source_problems
+from megads.config.tokenizer_files import BYTE_VOCABULARY, has_tokenizer_file, tokenizer_file
 from megads.errors import DataError
 
-BYTE_VOCABULARY = 257
-"""256 bytes and the end-of-document token."""
-TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".txt.gz", ".jsonl.gz", ".json.gz")
+TEXT_SUFFIXES = (
+    *(kind + packing for packing in ("", ".gz", ".zst") for kind in (".txt", ".jsonl", ".json")),
+    ".parquet",
+)
 DEMO = "demo"
 
 
@@ -26,51 +29,36 @@ def strip_suffix(path: str | os.PathLike[str]) -> str:
     return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
-def tokenizer_file(spec: str) -> Path:
-    """The file a tokenizer other than `byte` is loaded from: `spec`, or the one in that folder.
-
-    Raises DataError if there is none.
-    """
-    path = Path(spec)
-    if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model")]
-        path = next((file for file in found if file.is_file()), path)
-    if not path.is_file():
-        raise DataError(
-            f"data.tokenizer={spec}: no such file; it is byte, or the path of a sentencepiece "
-            f".model or a Hugging Face tokenizer.json, or of the folder that holds one"
-        )
-    if path.suffix not in (".model", ".json"):
-        raise DataError(f"data.tokenizer={spec}: expected a file ending in .model or .json")
-    return path
-
-
 def data_problems(config: Config) -> Iterator[str]:
     """What is wrong with the paths, the weights or the tokenizer; no data is read."""
     data = config.data
     if not data.paths:
         yield "data.paths is empty; name token files or texts, or choose data=demo"
-    if data.weights is not None and len(data.weights) != len(data.paths):
+    streamed = is_streamed(config)
+    if streamed:
+        yield from source_problems(config, TEXT_SUFFIXES)
+    elif data.weights is not None and len(data.weights) != len(data.paths):
         yield f"data.weights has {len(data.weights)} entries for {len(data.paths)} data.paths"
     elif data.weights and not any(data.weights):
         yield "data.weights are all 0; at least one must be above"
-    for key, paths in (("data.paths", data.paths), ("data.valid_paths", data.valid_paths)):
+    files = () if streamed else data.paths
+    for key, paths in (("data.paths", files), ("data.valid_paths", data.valid_paths)):
         for path in paths:
             if not is_text(path):
                 yield from _token_files(key, path)
             elif path != DEMO and not Path(path).is_file():
                 yield f"{key}: {path}: there is no such file"
-    if any(map(is_text, (*data.paths, *data.valid_paths))):
+    if streamed or any(map(is_text, (*files, *data.valid_paths))):
         yield from _tokenizer(config)
 
 
 def _tokenizer(config: Config) -> Iterator[str]:
-    if config.data.tokenizer != "byte":
+    if has_tokenizer_file(config.data.tokenizer):
         try:
             tokenizer_file(config.data.tokenizer)
         except DataError as error:
             yield from error.problems
-    elif config.model.vocab_size < BYTE_VOCABULARY:
+    elif config.data.tokenizer == "byte" and config.model.vocab_size < BYTE_VOCABULARY:
         yield (
             f"model.vocab_size={config.model.vocab_size} is less than the {BYTE_VOCABULARY} "
             f"ids of data.tokenizer=byte"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -31,6 +31,11 @@ def _one_is_a_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _one_for_all(value: Any) -> Any:
+    """`data.epochs=1` means the same number for every source."""
+    return (value,) if isinstance(value, int | float | str) else value
+
+
 NUMBER = BeforeValidator(_refuse_bool)
 Integer = Annotated[int, NUMBER]
 Positive = Annotated[int, Field(ge=1), NUMBER]
@@ -39,6 +44,8 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), NUMBER]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)]
+T = TypeVar("T")
+PerSource = Annotated[tuple[T | None, ...] | None, BeforeValidator(_one_for_all)]
 
 
 class Group(BaseModel):

@@ -21,6 +21,7 @@ from megads.config.fields import (
     NonNegative,
     NonNegativeFloat,
     Paths,
+    PerSource,
     Positive,
     PositiveFloat,
 )
@@ -143,10 +144,19 @@ class KernelsConfig(Group):
 class DataConfig(Group):
     """What is trained on."""
 
+    source: Literal["files", "streaming"] = "files"
+    """files: token files, and texts tokenized beforehand. streaming: JSON lines, texts, Parquet
+    files or `hf:NAME[:CONFIG][@SPLIT]`, read and tokenized while training."""
     paths: Paths = ()
     """Prefixes of .bin/.idx pairs, or .txt/.jsonl files, which are tokenized into run.dir first."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each path in the blend; None: by size."""
+    epochs: PerSource[PositiveFloat] = None
+    """Most epochs that each path may give, or one number for every path; None: no limit."""
+    limits: PerSource[Positive] = None
+    """Most samples that each path may give, or one number for every path; None: no limit."""
+    skip: tuple[tuple[NonNegative, NonNegative], ...] = ()
+    """Ranges [first, after) of positions in the run's stream of samples that are not read."""
     valid_fraction: Fraction = 0.02
     """Last share of each source's documents or tokens, kept for evaluation."""
     valid_paths: Paths = ()
@@ -154,6 +164,16 @@ class DataConfig(Group):
     """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json, or of the
     folder that holds one."""
     append_eod: bool = True
+    document_mask: bool = False
+    """Attention and positions stay inside documents, and no document's last token is asked for the
+    first of the next; off, a sample is read as one text."""
+    text_key: str = "text"
+    """Where streamed records hold their text."""
+    lanes: Positive | None = None
+    """Parts that a stream is dealt to, each with a place of its own: a multiple of dp that divides
+    every batch, fixed for the life of a run. None: 8, or as much of it as divides the batch."""
+    shuffle_buffer: NonNegative = 0
+    """Documents of a lane that are shuffled with each other, block by block; 0 or 1 not at all."""
 
 
 class CheckpointConfig(Group):

@@ -14,6 +14,7 @@ from megads.config.directories import directory_problems
 from megads.config.model import ModelConfig
 from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig, OptimConfig
 from megads.config.stages import stage_problems
+from megads.config.streams import is_streamed, setting_problems
 from megads.errors import ConfigError, LayoutError
 from megads.parallel.layout import ParallelLayout
 
@@ -38,6 +39,8 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _evaluation_and_checkpoints(config)
     problems += directory_problems(config)
     problems += data_problems(config)
+    problems += setting_problems(config, dp)
+    problems += _data_order(config)
     return problems
 
 
@@ -258,7 +261,8 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
     data, checkpoint = config.data, config.checkpoint
-    if config.eval.every and not data.valid_paths and not data.valid_fraction:
+    from_training = not data.valid_paths and not is_streamed(config)
+    if config.eval.every and from_training and not data.valid_fraction:
         yield (
             f"eval.every={config.eval.every} needs validation data: data.valid_paths is empty and "
             f"data.valid_fraction is 0"
@@ -272,3 +276,16 @@ def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
             f"checkpoint.load_what={checkpoint.load_what} is only read with checkpoint.load, which "
             f"is not set"
         )
+
+
+def _data_order(config: Config) -> Iterator[str]:
+    data, sources = config.data, len(config.data.paths)
+    for name, values in (("epochs", data.epochs), ("limits", data.limits)):
+        if values is not None and len(values) not in (1, sources):
+            yield (
+                f"data.{name} has {len(values)} entries for {sources} data.paths; give one for "
+                f"each, or one number for all"
+            )
+    for first, after in data.skip:
+        if after <= first:
+            yield f"data.skip=[[{first}, {after}]]: a range [first, after) must hold something"

@@ -15,19 +15,19 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from megads.data.sampler import EpochOrder, Ids
+from megads.data.sampler import Ids
 from megads.errors import DataError
 
 MAX_PERIOD = 1_000_000
 """Weights are honoured to one part in this many."""
 
 
-def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole parts of the smallest common total, at most MAX_PERIOD.
+def integer_weights(weights: Sequence[float], most: int = MAX_PERIOD) -> tuple[int, ...]:
+    """Weights as whole parts of the smallest common total, at most `most`.
 
     Each float is taken for the simple fraction that it stands for (0.3 is 3/10). Where the exact
-    total would exceed MAX_PERIOD, parts are rounded by largest remainder, no weight above zero
-    to nothing. Raises DataError for a negative, infinite or NaN weight and when none is above zero.
+    total would exceed `most`, parts are rounded by largest remainder, no weight above zero to
+    nothing. Raises DataError for a negative, infinite or NaN weight and when none is above zero.
     """
     for number, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
@@ -38,11 +38,11 @@ def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     total = sum(exact, Fraction(0))
     shares = [fraction / total for fraction in exact]
     period = math.lcm(*(share.denominator for share in shares))
-    if period <= MAX_PERIOD:
+    if period <= most:
         return tuple(int(share * period) for share in shares)
-    parts = [max(int(share * MAX_PERIOD), 1) if share else 0 for share in shares]
-    by_remainder = sorted(range(len(parts)), key=lambda i: parts[i] - shares[i] * MAX_PERIOD)
-    for i in by_remainder[: max(0, MAX_PERIOD - sum(parts))]:
+    parts = [max(int(share * most), 1) if share else 0 for share in shares]
+    by_remainder = sorted(range(len(parts)), key=lambda i: parts[i] - shares[i] * most)
+    for i in by_remainder[: max(0, most - sum(parts))]:
         parts[i] += 1
     return tuple(parts)
 
@@ -83,10 +83,13 @@ def spread(parts: Sequence[int]) -> NDArray[np.int32]:
 
 
 class Blend:
-    """Positions of a stream to (source, how many samples that source gave before)."""
+    """Positions of a stream to (source, how many samples that source gave before).
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.parts = np.asarray(integer_weights(weights), dtype=np.int64)
+    `parts`: each source's share as whole parts of their sum, one of them above 0.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.parts = np.asarray(parts, dtype=np.int64) // math.gcd(*parts)
         """Samples of each source in one period."""
         self.period = int(self.parts.sum())
         self._source = spread(self.parts.tolist())
@@ -101,40 +104,13 @@ class Blend:
         source = self._source[inside].astype(np.int64)
         return source, cycle * self.parts[source] + self._before[inside]
 
+    def counts(self, length: int) -> Ids:
+        """Samples each source gives in the first `length` positions, int64 `[sources]`."""
+        cycle, inside = divmod(length, self.period)
+        rest = np.bincount(self._source[:inside], minlength=len(self.parts))
+        return cycle * self.parts + rest
 
-class BlendedOrder:
-    """Positions to sample ids over several sources mixed by weight.
-
-    Ids number the samples of the first source, then of the second, and so on. Each source goes
-    through epochs of its own, so a small one with a large weight wraps around.
-
-    Raises DataError for bad weights and for a source with a weight but without a sample.
-    """
-
-    def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int) -> None:
-        if len(weights) != len(sizes):
-            raise DataError(f"data.weights holds {len(weights)} weights for {len(sizes)} sources")
-        self.blend = Blend(weights)
-        for number, (part, size) in enumerate(zip(self.blend.parts, sizes, strict=True)):
-            if part and size < 1:
-                raise DataError(
-                    f"source {number} has a weight but holds no sample: it is shorter than "
-                    f"seq_length + 1 tokens"
-                )
-        self._offsets = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        # Sources of equal size must not be read in step, hence a seed for each.
-        self._orders = {
-            source: EpochOrder(size, seed=(seed << 20) + source + 1)
-            for source, size in enumerate(sizes)
-            if self.blend.parts[source]
-        }
-
-    def ids(self, positions: Ids) -> Ids:
-        """Sample ids at these positions, int64 of the same shape."""
-        source, inside = self.blend.locate(positions)
-        result = np.empty_like(inside)
-        for number in np.unique(source):
-            here = source == number
-            order = self._orders[int(number)]
-            result[here] = self._offsets[number] + order.ids(inside[here])
-        return result
+    def position_after(self, source: int, count: int) -> int:
+        """Positions it takes until a source with a part above 0 has given `count` >= 1 samples."""
+        cycle, rest = divmod(count - 1, int(self.parts[source]))
+        return cycle * self.period + int(np.flatnonzero(self._source == source)[rest]) + 1

@@ -1,28 +1,16 @@
-"""Token files in Megatron's memory-mapped format: a pair `<prefix>.bin` and `<prefix>.idx`.
-
-`.bin` holds the token ids of all sequences one after the other and nothing else. `.idx` holds,
-little-endian and without padding:
-
-    9 bytes   the magic `MMIDIDX\\0\\0`
-    uint64    version, 1
-    uint8     code of the ids' number type
-    uint64    number of sequences, S
-    uint64    length of the document list, D + 1
-    int32  S  tokens in each sequence
-    int64  S  byte offset of each sequence in .bin
-    int64  D+1  first sequence of each document, then S
+"""Token files in Megatron's memory-mapped format, read and written: `<prefix>.bin` and `.idx`.
 
 Files written here are byte for byte what Megatron-LM and Megatron-DeepSpeed (mmap) write for the
-same documents, and theirs are read as they are. Offsets are 64-bit throughout; a sequence holds at
-most 2**31 - 1 tokens, the format's own limit, and a longer one is refused.
+same documents, and theirs are read as they are; `token_format` describes the bytes.
 """
 
 from __future__ import annotations
 
-import filecmp
 import os
-import secrets
-import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,16 +19,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megads.config.data_files import strip_suffix
+from megads.data.token_format import (
+    MAX_SEQUENCE,
+    Header,
+    PendingPair,
+    chunks,
+    read_header,
+    sync_and_close,
+    write_index,
+)
 from megads.errors import DataError
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_LEGACY_MAGIC = b"TNTIDX\x00\x00"
-_CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_MAX_SEQUENCE = 2**31 - 1
 _FULL_CHECK = 1_000_000
-_SPOT_CHECKS = 1000
+_SPOT_CHECKS = 256
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
@@ -54,11 +45,62 @@ def exists(prefix: str | os.PathLike[str]) -> bool:
     return os.path.isfile(stem + ".bin") and os.path.isfile(stem + ".idx")
 
 
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """An `.idx` opened for reading: its header is checked, its arrays are mapped, not yet read."""
+
+    path: Path
+    header: Header
+    sizes: NDArray[np.int32]
+    """Tokens in each sequence."""
+    pointers: NDArray[np.int64]
+    """Byte offset of each sequence in .bin."""
+    document_bounds: NDArray[np.int64]
+    """First sequence of each document, then the number of sequences: `[documents + 1]`."""
+
+    @classmethod
+    def open(cls, path: Path) -> TokenIndex:
+        """Raises DataError for what is not an index of the size that its header states."""
+        header = read_header(path)
+        return cls(
+            path,
+            header,
+            _map(path, "<i4", header.sizes_at, header.sequences),
+            _map(path, "<i8", header.pointers_at, header.sequences),
+            _map(path, "<i8", header.bounds_at, header.marks),
+        )
+
+    @property
+    def described_bytes(self) -> int:
+        """Size of the .bin that the last sequence ends."""
+        if not self.header.sequences:
+            return 0
+        return int(self.pointers[-1]) + int(self.sizes[-1]) * self.header.dtype.itemsize
+
+    def size_problems(self, bin_path: Path) -> Iterator[str]:
+        """Whether `.bin` has the size described, and the document list its two ends."""
+        size, described = bin_path.stat().st_size, self.described_bytes
+        if described != size:
+            yield (
+                f"{bin_path}: {size} bytes, but {self.path.name} describes {described} bytes of "
+                f"{self.header.dtype.name} tokens; the file is truncated or belongs to another "
+                f"index"
+            )
+        bounds, n = self.document_bounds, self.header.sequences
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != n:
+            yield (
+                f"{self.path}: the document list must run from 0 to the number of sequences, "
+                f"{n}; it holds {bounds[[0, -1]].tolist() if len(bounds) else 'nothing'}"
+            )
+
+
 class IndexedTokens:
-    """A token file opened for reading; nothing but the header is read until asked for.
+    """A token file opened for reading; nothing but the index's ends is read until asked for.
 
     Raises DataError naming the file, with the expected and the actual size or value, for a missing,
-    truncated or foreign file.
+    truncated or foreign file. The index must describe this .bin: sequences back to back, from its
+    start to its end. Indices beyond a million entries are checked at evenly spaced places, so that
+    opening is immediate; `inspection.verify` reads everything.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -68,17 +110,15 @@ class IndexedTokens:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise DataError(f"{path}: no such file (a token file is a pair .bin and .idx)")
-        self.dtype, sequences, documents = _read_header(self.idx_path)
-        self.sizes: NDArray[np.int32] = _map(self.idx_path, "<i4", _HEADER.size, sequences)
-        """Tokens in each sequence."""
-        offset = _HEADER.size + 4 * sequences
-        self.pointers: NDArray[np.int64] = _map(self.idx_path, "<i8", offset, sequences)
-        """Byte offset of each sequence in .bin."""
-        offset += 8 * sequences
-        self.document_bounds: NDArray[np.int64] = _map(self.idx_path, "<i8", offset, documents)
-        """First sequence of each document, then the number of sequences: `[documents + 1]`."""
-        self.num_sequences, self.num_documents = sequences, documents - 1
-        self._check()
+        self.index = TokenIndex.open(self.idx_path)
+        self.dtype = self.index.header.dtype
+        self.sizes, self.pointers = self.index.sizes, self.index.pointers
+        self.document_bounds = self.index.document_bounds
+        self.num_sequences = self.index.header.sequences
+        self.num_documents = self.index.header.marks - 1
+        for problem in self.index.size_problems(self.bin_path):
+            raise DataError(problem)
+        self._check_spots()
         self.num_tokens = self.bin_path.stat().st_size // self.dtype.itemsize
         self.tokens: NDArray[Any] = _map(self.bin_path, self.dtype, 0, self.num_tokens)
         """All token ids in file order, `[num_tokens]`."""
@@ -99,71 +139,45 @@ class IndexedTokens:
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[sequence])]
 
-    def _check(self) -> None:
-        """The index must describe this .bin: sequences back to back, from its start to its end."""
-        size, item = self.bin_path.stat().st_size, self.dtype.itemsize
-        n, bounds = self.num_sequences, self.document_bounds
-        end = int(self.pointers[-1]) + int(self.sizes[-1]) * item if n else 0
-        if end != size:
-            raise DataError(
-                f"{self.bin_path}: {size} bytes, but {self.idx_path.name} describes {end} bytes of "
-                f"{self.dtype.name} tokens; the file is truncated or belongs to another index"
-            )
-        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != n:
-            raise DataError(
-                f"{self.idx_path}: the document list must run from 0 to the number of sequences, "
-                f"{n}; it holds {bounds[[0, -1]].tolist() if len(bounds) else 'nothing'}"
-            )
-        # Large indices are checked at evenly spaced places, so that opening stays immediate.
-        step = _check_stride(n)
-        where = np.arange(0, max(n - 1, 0), step)
-        lengths = self.sizes[where].astype(np.int64)
-        gaps = self.pointers[where + 1] - self.pointers[where]
-        wrong = np.flatnonzero((lengths < 0) | (gaps != lengths * item))
+    def _check_spots(self) -> None:
+        n, header = self.num_sequences, self.index.header
+        where = _spots(n - 1)
+        sizes = _read(self.idx_path, "<i4", header.sizes_at, where).astype(np.int64)
+        starts = _read(self.idx_path, "<i8", header.pointers_at, where)
+        ends = _read(self.idx_path, "<i8", header.pointers_at, where + 1)
+        wrong = np.flatnonzero((sizes < 0) | (ends - starts != sizes * self.dtype.itemsize))
         if n and (len(wrong) or self.pointers[0] != 0 or self.sizes[-1] < 0):
-            first = int(where[wrong[0]]) if len(wrong) else 0
+            first = int(where[wrong[0]]) if len(wrong) else 0 if self.pointers[0] else n - 1
             raise DataError(
                 f"{self.idx_path}: sequence {first} has {self.sizes[first]} tokens at byte "
                 f"{self.pointers[first]} and does not end where the next begins"
             )
-        steps = np.diff(bounds[:: _check_stride(len(bounds))])
-        if len(steps) and steps.min() < 0:
-            raise DataError(f"{self.idx_path}: the document list is not in ascending order")
+        places = _spots(header.marks)
+        bounds = _read(self.idx_path, "<i8", header.bounds_at, places)
+        falls = np.flatnonzero(np.diff(bounds) < 0)
+        if len(falls):
+            place = int(falls[0])
+            raise DataError(
+                f"{self.idx_path}: the document list is not in ascending order: document "
+                f"{places[place]} begins at sequence {bounds[place]}, document "
+                f"{places[place + 1]} at {bounds[place + 1]}"
+            )
 
 
-def _check_stride(count: int) -> int:
-    return 1 if count <= _FULL_CHECK else count // _SPOT_CHECKS
+def _spots(count: int) -> NDArray[np.int64]:
+    step = 1 if count <= _FULL_CHECK else count // _SPOT_CHECKS
+    return np.arange(0, max(count, 0), step)
 
 
-def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if head.startswith(_LEGACY_MAGIC):
-        raise DataError(
-            f"{path}: written by the older 'lazy' or 'cached' dataset classes (TNTIDX); tokenize "
-            f"the text again with megads-preprocess"
-        )
-    if not head.startswith(MAGIC):
-        raise DataError(
-            f"{path}: not a token index; it begins with {head[:9]!r}, expected {MAGIC!r}"
-        )
-    if len(head) < _HEADER.size:
-        raise DataError(f"{path}: {size} bytes, a token index has at least {_HEADER.size}")
-    _, version, code, sequences, documents = _HEADER.unpack(head)
-    if version != VERSION:
-        raise DataError(f"{path}: format version {version}, only {VERSION} is known")
-    if code not in _CODES:
-        raise DataError(
-            f"{path}: number type code {code} is not one of {sorted(_CODES)} (integers)"
-        )
-    expected = _HEADER.size + 12 * sequences + 8 * documents
-    if size != expected:
-        raise DataError(
-            f"{path}: {size} bytes, expected {expected} for {sequences} sequences and a document "
-            f"list of {documents}"
-        )
-    return np.dtype(_CODES[code]), sequences, documents
+def _read(path: Path, dtype: str, offset: int, places: NDArray[np.int64]) -> NDArray[Any]:
+    """Entries of an array in a file; by reading, since a touched page of a mapping brings in many
+    around it, which then count as this process's memory."""
+    item = np.dtype(dtype).itemsize
+    if len(places) and int(places[-1] - places[0]) + 1 == len(places):
+        return np.fromfile(path, dtype, len(places), offset=offset + int(places[0]) * item)
+    with path.open("rb", buffering=0) as file:
+        pieces = [os.pread(file.fileno(), item, offset + int(place) * item) for place in places]
+    return np.frombuffer(b"".join(pieces), dtype)
 
 
 def _map(path: Path, dtype: Any, offset: int, count: int) -> NDArray[Any]:
@@ -177,7 +191,8 @@ class TokenWriter:
     """Writes a token file as a stream; both files appear, complete, when `close` returns.
 
     Used as a context manager: leaving it normally closes it, an exception discards what was
-    written. Until then the data is in temporary files beside the target.
+    written. Until then the data is in temporary files beside the target. Memory: 12 bytes per
+    document.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any) -> None:
@@ -185,13 +200,10 @@ class TokenWriter:
         self.dtype = np.dtype(dtype)
         limits = np.iinfo(self.dtype)
         self._low, self._high = int(limits.min), int(limits.max)
-        self._sizes: list[int] = []
-        self._bounds: list[int] = [0]
-        tag = f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
-        self._bin = Path(f"{self.prefix}.bin.{tag}")
-        self._idx = Path(f"{self.prefix}.idx.{tag}")
-        self._bin.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._bin.open("wb")
+        self._sizes = array("i")
+        self._bounds = array("q", [0])
+        self._pair = PendingPair(self.prefix)
+        self._file = self._pair.bin.open("wb")
         self.num_tokens = 0
 
     @property
@@ -206,10 +218,10 @@ class TokenWriter:
         ids = np.asarray(tokens)
         if ids.size and not np.issubdtype(ids.dtype, np.integer):
             raise DataError(f"{self.prefix}: token ids must be integers, got {ids.dtype}")
-        if ids.size > _MAX_SEQUENCE:
+        if ids.size > MAX_SEQUENCE:
             raise DataError(
                 f"{self.prefix}: a sequence of {ids.size} tokens; the format holds at most "
-                f"{_MAX_SEQUENCE}. Split the document"
+                f"{MAX_SEQUENCE}. Split the document"
             )
         if ids.size and (ids.min() < self._low or ids.max() > self._high):
             worst = int(ids.max() if ids.max() > self._high else ids.min())
@@ -229,21 +241,17 @@ class TokenWriter:
 
     def close(self) -> None:
         """Make the files durable and move them into place, `.idx` last."""
-        _sync_and_close(self._file)
-        write_index(self._idx, self._sizes, self._bounds, self.dtype)
-        index = Path(self.prefix + ".idx")
-        if index.exists() and not filecmp.cmp(index, self._idx, shallow=False):
-            # An interruption must not leave the new tokens under the old index.
-            index.unlink()
-        os.replace(self._bin, self.prefix + ".bin")
-        os.replace(self._idx, index)
-        _sync_directory(index.parent)
+        sync_and_close(self._file)
+        sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.zeros(0, np.int32)
+        bounds = np.frombuffer(self._bounds, np.int64)
+        header = Header(self.dtype, len(sizes), len(bounds))
+        write_index(self._pair.idx, header, partial(chunks, sizes), chunks(bounds))
+        self._pair.publish()
 
     def discard(self) -> None:
         """Drop everything written so far."""
         self._file.close()
-        self._bin.unlink(missing_ok=True)
-        self._idx.unlink(missing_ok=True)
+        self._pair.discard()
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -259,34 +267,3 @@ class TokenWriter:
                 self.close()
         finally:
             self.discard()
-
-
-def write_index(path: Path, sizes: ArrayLike, document_bounds: ArrayLike, dtype: Any) -> None:
-    """Write and fsync an index of sequences that lie back to back in a .bin file.
-
-    `sizes`: tokens in each sequence. `document_bounds`: see `IndexedTokens.document_bounds`.
-    """
-    code = {np.dtype(name): number for number, name in _CODES.items()}[np.dtype(dtype)]
-    lengths = np.asarray(sizes, dtype=np.int64)
-    bounds = np.asarray(document_bounds, dtype="<i8")
-    pointers = np.zeros(len(lengths), dtype="<i8")
-    np.cumsum(lengths[:-1] * np.dtype(dtype).itemsize, out=pointers[1:])
-    with path.open("wb") as file:
-        file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(bounds)))
-        for part in (lengths.astype("<i4"), pointers, bounds):
-            file.write(part.tobytes())
-        _sync_and_close(file)
-
-
-def _sync_and_close(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

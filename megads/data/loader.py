@@ -1,69 +1,40 @@
 """Microbatches of a step from token files.
 
-A loader is a function of its arguments: which samples a step reads depends on the samples consumed
-before it and on nothing that is remembered, so there is no loader state to save. Two loaders with
-the same arguments return the same batches on every rank and after every resume.
+A loader is a function of its arguments and its data plan: which samples a step reads depends on
+the samples consumed before it and on nothing that is remembered. Two loaders with the same plan
+return the same batches on every rank and after every resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megads.config.schema import Config
-from megads.data.blend import BlendedOrder
-from megads.data.indexed import IndexedTokens
+from megads.data.microbatches import Rows, cut_rows, placed
+from megads.data.order import DataOrder, Located
+from megads.data.plan import DataPlan, Mixture, distinct
 from megads.data.prepare import ResolvedData
 from megads.data.sampler import (
-    EpochOrder,
+    BatchRampup,
     EvaluationPlan,
     Ids,
-    cut_for_validation,
     global_batch_positions,
-    num_samples,
     rank_slice,
 )
+from megads.data.source import Split, TokenSource
 from megads.errors import DataError
 from megads.parallel.batch import MicroBatch
 
-Split = Literal["train", "valid"]
-
-
-@dataclass(frozen=True)
-class TokenSource:
-    """The tokens `[start, stop)` of a file, cut into samples of seq_length + 1 tokens."""
-
-    file: IndexedTokens
-    start: int
-    stop: int
-    seq_length: int
-
-    @classmethod
-    def open(
-        cls, prefix: str, seq_length: int, *, split: Split, valid_fraction: float
-    ) -> TokenSource:
-        """One split of a file; see `cut_for_validation` for where the file is cut."""
-        file = IndexedTokens(prefix)
-        cut = cut_for_validation(
-            file.num_tokens, file.num_documents, file.document_start, valid_fraction
-        )
-        start, stop = (0, cut) if split == "train" else (cut, file.num_tokens)
-        return cls(file, start, stop, seq_length)
-
-    @property
-    def num_samples(self) -> int:
-        return num_samples(self.stop - self.start, self.seq_length)
-
-    def read(self, sample: int) -> NDArray[np.int64]:
-        """The sample's seq_length + 1 token ids."""
-        first = self.start + sample * self.seq_length
-        return self.file.tokens[first : first + self.seq_length + 1].astype(np.int64)
+T = TypeVar("T")
+STEPS_AHEAD = 3
+"""Steps whose batches are read in the background."""
 
 
 class _Request(NamedTuple):
@@ -75,14 +46,15 @@ class _Request(NamedTuple):
 
 
 class TokenLoader:
-    """Batches over one or several sources of a split.
+    """Batches over one or several sources of a split, in the order of a data plan.
 
-    Without weights the sources are shuffled together as one: every sample exactly once per epoch.
-    With weights they are blended, each going through epochs of its own. `vocab_size` is the
-    model's; a token id beyond it raises DataError when its batch is read. Batches are put on
-    `device`; the batch after the one asked for is read in the background.
+    `mixture` None: each source by its size. `vocab_size` is the model's; a token id beyond it
+    raises DataError when its batch is read. Batches are put on `device`; those of the next few
+    steps are read in the background, of the size that `size_after(consumed)` says (None: of the
+    size asked for last). With `document_mask` they say where documents begin, and the first token
+    of one is no label in the loss.
 
-    Raises DataError when the sources hold no sample.
+    Raises DataError when the sources hold no sample, and as `DataPlan.begin`.
     """
 
     def __init__(
@@ -91,15 +63,17 @@ class TokenLoader:
         *,
         seed: int,
         vocab_size: int,
-        weights: Sequence[float] | None = None,
+        mixture: Mixture | None = None,
+        size_after: Callable[[int], int] | None = None,
         device: torch.device | str = "cpu",
+        document_mask: bool = False,
     ) -> None:
         self.sources = tuple(sources)
         self.seq_length = self.sources[0].seq_length
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        sizes = [source.num_samples for source in self.sources]
-        self.num_samples = sum(sizes)
+        self.document_mask = document_mask
+        self.num_samples = sum(source.num_samples for source in self.sources)
         """Distinct samples of all sources together."""
         if self.num_samples < 1:
             raise DataError(
@@ -109,21 +83,46 @@ class TokenLoader:
                     for source in self.sources
                 )
             )
-        self._ends = np.cumsum(sizes, dtype=np.int64)
-        self._order: EpochOrder | BlendedOrder = (
-            EpochOrder(self.num_samples, seed)
-            if weights is None
-            else BlendedOrder(weights, sizes, seed)
-        )
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="megads-data")
-        self._ahead: tuple[_Request, Future[list[MicroBatch]]] | None = None
+        self.planned = distinct([source.planned(seed) for source in self.sources])
+        self.mixture = mixture or Mixture(None, (None,) * len(self.sources))
+        self._size_after = size_after
+        # A thread that pins memory would otherwise open a context on the first GPU as well.
+        placing = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()
+        self._reader = ThreadPoolExecutor(1, "megads-data", *placing)
+        self._ahead: deque[tuple[_Request, Future[list[MicroBatch]]]] = deque()
+        self.follow(DataPlan.begin(self.planned, self.mixture))
+
+    def follow(self, plan: DataPlan) -> None:
+        """Read in the order of this plan from now on; it may have sources that are not here."""
+        self._ahead.clear()
+        self.order = DataOrder(plan)
+        numbers = {(s.identity, s.seed): n for n, s in enumerate(plan.sources)}
+        self._files = {
+            numbers[planned.identity, planned.seed]: source
+            for planned, source in zip(self.planned, self.sources, strict=True)
+        }
+
+    @property
+    def plan(self) -> DataPlan:
+        return self.order.plan
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each of the plan's sources; numbered where files are called alike."""
+        names = [source.name for source in self.plan.sources]
+        return [
+            f"{name}-{names[:n].count(name) + 1}" if names.count(name) > 1 else name
+            for n, name in enumerate(names)
+        ]
 
     def sample_ids(self, consumed: int, count: int) -> list[int]:
-        """Ids of the `count` samples read after `consumed`; sources are numbered one after another.
+        """Ids of the `count` samples read after `consumed`, the plan's sources one after another.
 
         Independent of the layout; a resumed run reads the same ids as an uninterrupted one.
         """
-        ids: list[int] = self._order.ids(global_batch_positions(consumed, count)).tolist()
+        offsets = np.cumsum([0, *(source.samples for source in self.plan.sources)])
+        located = self._locate(global_batch_positions(consumed, count))
+        ids: list[int] = (offsets[located.source] + located.sample).tolist()
         return ids
 
     def batches(
@@ -140,88 +139,99 @@ class TokenLoader:
         for a given sample whatever dp is.
         """
         request = _Request(consumed, global_batch_size, micro_batch_size, dp_size, dp_index)
-        if self._ahead is not None and self._ahead[0] == request:
-            result = self._ahead[1].result()
-        else:
-            result = self._read(request)
-        following = request._replace(consumed=consumed + global_batch_size)
-        self._ahead = (following, self._reader.submit(self._read, following))
-        return result
+        while self._ahead and self._ahead[0][0] != request:
+            self._ahead.popleft()[1].cancel()
+        result = self._ahead.popleft()[1].result() if self._ahead else self._read(request)
+        for number in range(STEPS_AHEAD):
+            request = self._following(request)
+            if number >= len(self._ahead):
+                self._ahead.append((request, self._reader.submit(self._read, request)))
+        return [placed(batch, self.device) for batch in result]
 
     def evaluation_plan(self, steps: int, global_batch_size: int) -> EvaluationPlan:
-        """How many samples an evaluation of at most `steps` global batches reads."""
-        return EvaluationPlan.make(self.num_samples, steps, global_batch_size)
+        """The samples that an evaluation of at most `steps` global batches reads, by source."""
+        samples = min(self.num_samples, steps * global_batch_size)
+        return EvaluationPlan.make(self.order.counts(samples).tolist(), global_batch_size)
 
     def evaluation_batches(
         self,
         plan: EvaluationPlan,
         batch: int,
         *,
-        global_batch_size: int,
         micro_batch_size: int,
         dp_size: int,
         dp_index: int,
     ) -> list[MicroBatch]:
-        """Microbatches of the plan's global batch number `batch`: always the same samples.
+        """Microbatches of the plan's batch number `batch`: always the same samples, of one source.
 
-        All ranks get the same number of microbatches; where the samples of the plan run out, a row
+        All ranks get the same number of microbatches; where the samples of the batch run out, a row
         has loss_mask 0 throughout. Raises ValueError for a batch that is not in the plan.
         """
         if not 0 <= batch < plan.num_batches:
             raise ValueError(f"batch {batch} of an evaluation of {plan.num_batches}")
-        consumed = batch * global_batch_size
-        request = _Request(consumed, global_batch_size, micro_batch_size, dp_size, dp_index)
-        return self._read(request, counted=plan.samples)
+        part, unit = plan.batches[batch], micro_batch_size * dp_size
+        rows = np.arange(-(-part.count // unit) * unit, dtype=np.int64)
+        mine = rank_slice(rows, micro_batch_size, dp_size, dp_index)
+        places = mine.reshape(-1)
+        inside = part.first + np.minimum(places, part.count - 1)
+        source = np.full_like(inside, part.source)
+        located = Located(source, inside, self.order.samples(part.source, inside))
+        read = Rows(self._gather(located), self._starts(located), places < part.count)
+        batches = self._cut(read, micro_batch_size, first=dp_index * len(mine))
+        return [placed(microbatch, self.device) for microbatch in batches]
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._ahead = None
+        self._ahead.clear()
         self._reader.shutdown(cancel_futures=True)
 
-    def _read(self, request: _Request, counted: int | None = None) -> list[MicroBatch]:
+    def _following(self, request: _Request) -> _Request:
+        consumed, size = request.consumed + request.global_batch_size, request.global_batch_size
+        if self._size_after is not None:
+            size = self._size_after(consumed)
+        return request._replace(consumed=consumed, global_batch_size=size)
+
+    def _read(self, request: _Request) -> list[MicroBatch]:
         positions = global_batch_positions(request.consumed, request.global_batch_size)
         mine = rank_slice(positions, request.micro_batch_size, request.dp_size, request.dp_index)
-        first = request.dp_index * len(mine)
-        tokens = self._tokens(mine.reshape(-1)).reshape(*mine.shape, -1)
-        result = []
-        for row, (ids, places) in enumerate(zip(tokens, mine, strict=True)):
-            mask = None
-            if counted is not None and places[-1] >= counted:
-                weight = torch.from_numpy((places < counted).astype(np.float32))
-                mask = weight[:, None].repeat(1, self.seq_length)
-            result.append(
-                MicroBatch(
-                    tokens=self._place(torch.from_numpy(ids[:, :-1].copy())),
-                    labels=self._place(torch.from_numpy(ids[:, 1:].copy())),
-                    loss_mask=None if mask is None else self._place(mask),
-                    index=first + row,
-                )
-            )
-        return result
+        rows = Rows(self._tokens(mine.reshape(-1)), self._starts_at(mine.reshape(-1)))
+        return self._cut(rows, request.micro_batch_size, first=request.dp_index * len(mine))
 
-    def _tokens(self, positions: Ids) -> NDArray[np.int64]:
-        """Token ids of the samples at these positions, `[positions, seq_length + 1]`, checked."""
-        samples = self._order.ids(positions)
-        sources = np.searchsorted(self._ends, samples, side="right")
-        tokens = np.empty((len(samples), self.seq_length + 1), dtype=np.int64)
-        for row, (sample, number) in enumerate(zip(samples, sources, strict=True)):
-            source = self.sources[number]
-            tokens[row] = source.read(int(sample - self._ends[number]) + source.num_samples)
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
-            raise DataError(
-                f"{self.sources[sources[row]].file.bin_path}: token id {tokens[row, column]} is "
-                f"outside the model's vocabulary, model.vocab_size={self.vocab_size}; the file was "
-                f"made with another tokenizer or vocab_size is too small"
-            )
+    def _cut(self, rows: Rows, size: int, *, first: int) -> list[MicroBatch]:
+        return cut_rows(rows, size, first=first, pin=self.device.type == "cuda")
+
+    def _locate(self, consumed: Ids) -> Located:
+        return self.order.locate(self.order.positions(consumed))
+
+    def _tokens(self, consumed: Ids) -> NDArray[np.int64]:
+        """Token ids of the samples read after these numbers of others, `[consumed, seq + 1]`."""
+        return self._gather(self._locate(consumed))
+
+    def _starts_at(self, consumed: Ids) -> NDArray[np.int64] | None:
+        return self._starts(self._locate(consumed)) if self.document_mask else None
+
+    def _gather(self, located: Located) -> NDArray[np.int64]:
+        """Token ids of samples, `[samples, seq_length + 1]`, checked against the vocabulary."""
+        tokens = np.empty((located.sample.size, self.seq_length + 1), dtype=np.int64)
+        for number in np.unique(located.source):
+            here, source = located.source == number, self._files[int(number)]
+            rows = source.read_many(located.sample[here])
+            if rows.min() < 0 or rows.max() >= self.vocab_size:
+                bad = rows[(rows < 0) | (rows >= self.vocab_size)][0]
+                raise DataError(
+                    f"{source.file.bin_path}: token id {bad} is outside the model's vocabulary, "
+                    f"model.vocab_size={self.vocab_size}; the file was made with another tokenizer "
+                    f"or vocab_size is too small"
+                )
+            tokens[here] = rows
         return tokens
 
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return tensor
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor.to(self.device)
+    def _starts(self, located: Located) -> NDArray[np.int64] | None:
+        """Document starts of samples, `[samples, seq_length + 1]`; None without a mask."""
+        if not self.document_mask:
+            return None
+        pairs = zip(located.source.tolist(), located.sample.tolist(), strict=True)
+        return np.stack([self._files[source].document_starts(sample) for source, sample in pairs])
 
 
 def open_loader(
@@ -230,11 +240,12 @@ def open_loader(
     """The loader of a run's training or validation samples.
 
     With `data.valid_paths` the training files are used whole and validation reads those files;
-    otherwise each source gives its last `data.valid_fraction` to validation. `data.weights` blends
-    training; validation takes every sample once, so that its loss does not depend on the blend.
+    otherwise each source gives its last `data.valid_fraction` to validation. Weights, epochs,
+    limits and skips are for training; validation takes every sample once, so that its loss does
+    not depend on them.
     """
-    own_files = bool(data.valid)
-    prefixes = data.valid if own_files and split == "valid" else data.train
+    own_files, training = bool(data.valid), split == "train"
+    prefixes = data.train if training or not own_files else data.valid
     part: Split = "train" if own_files else split
     sources = [
         TokenSource.open(
@@ -245,13 +256,35 @@ def open_loader(
         )
         for prefix in prefixes
     ]
+    once = Mixture(None, tuple(source.num_samples for source in sources))
+    train = config.train
+    rampup = BatchRampup.make(train.batch_rampup, train.global_batch_size)
     try:
         return TokenLoader(
             sources,
-            seed=config.train.seed,
+            seed=train.seed,
             vocab_size=config.model.vocab_size,
-            weights=config.data.weights if split == "train" else None,
+            mixture=training_mixture(config, sources) if training else once,
+            size_after=rampup.size_at if training else None,
             device=device,
+            document_mask=config.data.document_mask,
         )
     except DataError as error:
         raise DataError(f"{split} data: {error}") from error
+
+
+def training_mixture(config: Config, sources: Sequence[TokenSource]) -> Mixture:
+    """What the configuration says about the sources; one value counts for all of them."""
+    data, number = config.data, len(sources)
+    epochs, limits = _for_each(data.epochs, number), _for_each(data.limits, number)
+    most: list[int | None] = []
+    for source, epoch, limit in zip(sources, epochs, limits, strict=True):
+        whole = None if epoch is None else int(epoch * source.num_samples)
+        most.append(min((n for n in (whole, limit) if n is not None), default=None))
+    return Mixture(data.weights, tuple(most), data.skip)
+
+
+def _for_each(values: tuple[T | None, ...] | None, number: int) -> tuple[T | None, ...]:
+    if values is None or len(values) == 1:
+        return (values or (None,)) * number
+    return values

@@ -19,12 +19,18 @@ from megads.config.data_files import (
     data_problems,
     is_text,
     strip_suffix,
-    tokenizer_file,
 )
 from megads.config.schema import Config
+from megads.config.streams import is_streamed
 from megads.data import indexed
 from megads.data.preprocess import preprocess
-from megads.data.tokenizer import load_tokenizer, require_eod
+from megads.data.streaming_source import check_stream
+from megads.data.tokenizer import (
+    file_identity,
+    load_tokenizer,
+    require_eod,
+    tokenizer_identity,
+)
 from megads.errors import DataError
 
 _CORPUS = Path(__file__).with_name("corpus") / "shakespeare.txt.gz"
@@ -35,8 +41,9 @@ _log = logging.getLogger(__name__)
 class ResolvedData:
     """Prefixes of the token files that training and validation read.
 
-    `valid` is empty when validation takes its share of the training files. `vocab_size` is the
-    tokenizer's when a text was tokenized with it, None when only ready token files are used.
+    `valid` is empty when validation takes its share of the training files, `train` when training
+    reads a stream. `vocab_size` is the tokenizer's when a text is tokenized with it, None when only
+    ready token files are used.
     """
 
     train: tuple[str, ...]
@@ -56,7 +63,8 @@ def prepare_data(config: Config) -> ResolvedData:
         raise DataError(problems)
     data = config.data
     vocab_size = None
-    if any(is_text(path) for path in (*data.paths, *data.valid_paths)):
+    streamed = is_streamed(config)
+    if streamed or any(is_text(path) for path in (*data.paths, *data.valid_paths)):
         tokenizer = load_tokenizer(data.tokenizer)
         if data.append_eod:
             require_eod(tokenizer)
@@ -66,8 +74,10 @@ def prepare_data(config: Config) -> ResolvedData:
                 f"tokenizer {tokenizer.name} has {vocab_size} ids, model.vocab_size="
                 f"{config.model.vocab_size}; set model.vocab_size={vocab_size} or more"
             )
+    if streamed:
+        check_stream(config)
     return ResolvedData(
-        tuple(_token_prefix(path, config) for path in data.paths),
+        () if streamed else tuple(_token_prefix(path, config) for path in data.paths),
         tuple(_token_prefix(path, config) for path in data.valid_paths),
         vocab_size,
     )
@@ -79,7 +89,7 @@ def _token_prefix(path: str, config: Config) -> str:
     data, text = config.data, _CORPUS if path == DEMO else Path(path)
     parts = [_identity(text), str(data.append_eod), data.tokenizer]
     if data.tokenizer != "byte":
-        parts.append(_tokenizer_identity(data.tokenizer))
+        parts.append(tokenizer_identity(data.tokenizer))
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     prefix = str(Path(config.run.dir) / "data" / f"{text.name.split('.')[0]}-{digest}")
     if not indexed.exists(prefix):
@@ -97,11 +107,4 @@ def _identity(path: Path) -> str:
     if path == _CORPUS.resolve():
         # By content: the package may be installed at another place, another time, on each node.
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
-
-
-def _tokenizer_identity(spec: str) -> str:
-    path = tokenizer_file(spec)
-    config = path.with_name("tokenizer_config.json")
-    return _identity(path) + (_identity(config) if config.is_file() else "")
+    return file_identity(path)

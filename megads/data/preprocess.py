@@ -1,41 +1,33 @@
-"""Text files to token files: what `megads-preprocess` does.
+"""Text to token files: what `megads-preprocess` does.
 
-Inputs, in the order given, each read as UTF-8:
-
-- `.jsonl` (or `.json`): one JSON object a line, its text under one key. Lines of white space are
-  passed over. A line that is not an object, lacks the key or holds no string there is an error
-  that names file and line.
-- anything else is plain text: documents are what lies between form feeds (page breaks), or between
-  occurrences of `split_on`; a file without any is one document. Line ends are kept as they are.
-- either with `.gz` after it.
-
-A document that yields no token is left out, with and without end-of-document ids, and counted. The
-output depends on the inputs, the tokenizer and the options only, not on the number of workers.
+What can be read is described in `megads.data.inputs`. A document that yields no token is left out,
+with and without end-of-document ids, and counted. The output depends on the inputs, the tokenizer
+and the options only, not on the number of workers, nor on how often the work was interrupted and
+continued.
 """
 
 from __future__ import annotations
 
-import gzip
+import hashlib
 import json
-import multiprocessing
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache, partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megads.data.indexed import TokenWriter, dtype_for_vocab
-from megads.data.tokenizer import Tokenizer, load_tokenizer, require_eod
+from megads.config.data_files import strip_suffix
+from megads.data.chunks import CHUNK_BYTES, Input
+from megads.data.encoding import Encoding, encode_all
+from megads.data.indexed import dtype_for_vocab
+from megads.data.inputs import open_input
+from megads.data.tokenizer import load_tokenizer, require_eod, tokenizer_identity
+from megads.data.unfinished import UnfinishedTokens
 from megads.errors import DataError
 
 FORM_FEED = "\f"
-_CHUNK = 64
-_CHUNKS_AHEAD = 4
+_COMMIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,10 +43,35 @@ class PreprocessStats:
     dtype: str
     vocab_size: int
     """Of the tokenizer, added tokens included."""
+    unknown: int = 0
+    """Tokens that are the tokenizer's unknown id."""
+    input_bytes: int = field(default=0, compare=False)
+    """Bytes of text read, unpacked."""
+    bytes_continued: int = field(default=0, compare=False)
+    """How many of them an earlier run that was interrupted had read."""
+    seconds: float = field(default=0.0, compare=False)
+    """From opening the inputs until the files were in place."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Rate of this run, without what was continued from."""
+        return (self.input_bytes - self.bytes_continued) / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    documents: int
+    documents_per_second: float
+    bytes_per_second: float
+    fraction: float | None
+    """Part of the inputs that is done; None when the size of one is not known."""
+    seconds_left: float | None
 
 
 def preprocess(
-    inputs: Sequence[Path],
+    inputs: Sequence[str | Path],
     output_prefix: str,
     tokenizer_spec: str,
     *,
@@ -62,110 +79,107 @@ def preprocess(
     append_eod: bool = True,
     split_on: str = FORM_FEED,
     workers: int = 1,
+    commit_every: float = _COMMIT_SECONDS,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> PreprocessStats:
     """Tokenize `inputs` into `<output_prefix>.bin` and `.idx`.
+
+    Until both are complete the work is kept in `<output_prefix>.partial`; after an interruption the
+    same call continues there, losing `commit_every` seconds at most. `on_progress` is called after
+    every chunk, a MiB of text.
 
     Raises DataError for unreadable input or a tokenizer without an end-of-document token when one
     is to be appended; nothing is left behind then.
     """
+    started = time.monotonic()
     tokenizer = load_tokenizer(tokenizer_spec)
     eod = require_eod(tokenizer) if append_eod else None
-    for path in inputs:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
-    texts = (text for path in inputs for text in read_documents(path, json_key, split_on))
-    documents = empty = longest = 0
-    with TokenWriter(output_prefix, dtype_for_vocab(tokenizer.vocab_size)) as writer:
-        for ids in _encode_all(texts, tokenizer_spec, tokenizer, workers):
-            if len(ids) == 0:
-                empty += 1
-                continue
-            writer.add_document(ids if eod is None else np.append(ids, eod))
-            documents += 1
-            longest = max(longest, len(ids) + (eod is not None))
-        tokens, dtype = writer.num_tokens, writer.dtype.name
-    return PreprocessStats(documents, empty, tokens, longest, dtype, tokenizer.vocab_size)
-
-
-def read_documents(path: Path, json_key: str, split_on: str) -> Iterator[str]:
-    """The texts of one input file; see the module's description. Raises DataError."""
-    inner = path.with_suffix("") if path.suffix == ".gz" else path
-    if inner.suffix in (".jsonl", ".json"):
-        return _read_jsonl(path, json_key)
-    return _read_text(path, split_on)
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        yield from file
-
-
-def _read_text(path: Path, split_on: str) -> Iterator[str]:
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    sources = [open_input(path, json_key, split_on) for path in inputs]
+    dtype = dtype_for_vocab(tokenizer.vocab_size)
+    encoding = Encoding(tokenizer_spec, eod, dtype.str)
+    prefix = strip_suffix(output_prefix)
+    job = _digest(sources, encoding, [json_key, split_on])
+    output = UnfinishedTokens(prefix, dtype, job, commit_every)
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text at byte {error.start}") from error
-    yield from text.split(split_on)
+        before = output.totals.size
+        report = _Reporter(output, sources, on_progress)
+        chunks = (chunk for source in sources for chunk in source.chunks())
+        left = islice(chunks, output.totals.chunks, None)
+        with closing(encode_all(left, encoding, workers)) as results:
+            for finished in results:
+                output.add(finished)
+                report()
+        output.publish()
+    except DataError:
+        output.discard()
+        raise
+    except BaseException:
+        output.keep()
+        raise
+    totals = output.totals
+    return PreprocessStats(
+        documents=totals.documents,
+        empty=totals.empty,
+        tokens=totals.tokens,
+        longest=totals.longest,
+        dtype=dtype.name,
+        vocab_size=tokenizer.vocab_size,
+        unknown=totals.unknown,
+        input_bytes=totals.size,
+        bytes_continued=before,
+        seconds=time.monotonic() - started,
+    )
 
 
-def _read_jsonl(path: Path, json_key: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), start=1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if line.isspace():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{path}, line {number}: expected an object with the key {json_key!r}, found "
-                f"{type(record).__name__}"
+def read_documents(path: str | Path, json_key: str, split_on: str) -> Iterator[str]:
+    """The texts of one input, as they are tokenized. Raises DataError."""
+    for chunk in open_input(path, json_key, split_on).chunks():
+        yield from chunk.texts()
+
+
+def _digest(sources: Sequence[Input], encoding: Encoding, options: list[str]) -> str:
+    """Of all that the output, and how the input is cut, depends on."""
+    parts = {
+        "inputs": [source.identity for source in sources],
+        "encoding": asdict(encoding),
+        "tokenizer": tokenizer_identity(encoding.tokenizer),
+        "options": options,
+        "chunk": CHUNK_BYTES,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class _Reporter:
+    """Turns totals into rates since the start of this run."""
+
+    def __init__(
+        self,
+        output: UnfinishedTokens,
+        sources: Sequence[Input],
+        tell: Callable[[Progress], None] | None,
+    ) -> None:
+        sizes = [source.size for source in sources]
+        self._whole = None if None in sizes else sum(size or 0 for size in sizes)
+        self._totals, self._tell, self._start = output.totals, tell, time.monotonic()
+        self._documents = self._totals.documents + self._totals.empty
+        self._size, self._packed = self._totals.size, self._totals.packed
+
+    def __call__(self) -> None:
+        if self._tell is None:
+            return
+        totals, seconds = self._totals, max(time.monotonic() - self._start, 1e-9)
+        documents = totals.documents + totals.empty
+        fraction = left = None
+        if self._whole is not None:
+            fraction = min(1.0, totals.packed / max(self._whole, 1))
+            rate = (totals.packed - self._packed) / seconds
+            left = max(0, self._whole - totals.packed) / rate if rate else None
+        self._tell(
+            Progress(
+                documents,
+                (documents - self._documents) / seconds,
+                (totals.size - self._size) / seconds,
+                fraction,
+                left,
             )
-        if json_key not in record:
-            raise DataError(
-                f"{path}, line {number}: no key {json_key!r}; the line has {sorted(record)}"
-            )
-        text = record[json_key]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{path}, line {number}: {json_key!r} must be a string, found {type(text).__name__}"
-            )
-        yield text if b"\\ud" not in line.lower() else _without_lone_surrogates(text)
-
-
-def _without_lone_surrogates(text: str) -> str:
-    """JSON can escape half a surrogate pair, which no encoding can hold: it becomes U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _encode_all(
-    texts: Iterable[str], spec: str, tokenizer: Tokenizer, workers: int
-) -> Iterator[NDArray[np.int64]]:
-    if workers <= 1:
-        for text in texts:
-            yield np.asarray(tokenizer.encode(text), dtype=np.int64)
-        return
-    encode = partial(_encode_chunk, spec)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        pending: deque[Future[list[NDArray[np.int64]]]] = deque()
-        source = iter(texts)
-        while chunk := list(islice(source, _CHUNK)):
-            pending.append(pool.submit(encode, chunk))
-            if len(pending) > workers * _CHUNKS_AHEAD:  # bounds the memory, keeps the order
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-
-
-def _encode_chunk(spec: str, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-    tokenizer = _tokenizer_of_worker(spec)
-    return [np.asarray(tokenizer.encode(text), dtype=np.int64) for text in texts]
-
-
-@lru_cache(maxsize=1)
-def _tokenizer_of_worker(spec: str) -> Tokenizer:
-    return load_tokenizer(spec)
+        )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,8 @@ from megads.errors import ConfigError, DataError
 Ids = NDArray[np.int64]
 
 _ROUNDS = 8
+_EPOCHS = 2**40
+"""More epochs than any source goes through."""
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
@@ -56,22 +58,29 @@ class EpochOrder:
     def ids(self, positions: Ids) -> Ids:
         """Sample ids at these positions, int64 of the same shape."""
         positions = np.asarray(positions, dtype=np.int64)
-        result = np.empty_like(positions)
-        epochs = positions // self.num_samples
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            inside = positions[here] - epoch * self.num_samples
-            result[here] = self._permute(inside, _round_keys(self.seed, int(epoch)))
-        return result
+        return samples_of(np.zeros_like(positions), positions, [self.num_samples], [self.seed])
 
-    def _permute(self, values: Ids, keys: NDArray[np.uint64]) -> Ids:
-        bits = (self.num_samples - 1).bit_length()
-        result = _feistel(values.astype(np.uint64), bits, keys)
-        outside = np.flatnonzero(result >= self.num_samples)
-        while len(outside):
-            result[outside] = _feistel(result[outside], bits, keys)
-            outside = outside[result[outside] >= self.num_samples]
-        return result.astype(np.int64)
+
+def samples_of(source: Ids, positions: Ids, sizes: Sequence[int], seeds: Sequence[int]) -> Ids:
+    """Sample ids at positions of several sources' streams at once, int64 of the same shape.
+
+    `source`: which one each position is of; `sizes`, `seeds`: of each source's `EpochOrder`.
+    """
+    size = np.asarray(sizes, dtype=np.int64)[source]
+    epoch, inside = np.divmod(positions, size)
+    pairs, which = np.unique(source * _EPOCHS + epoch, return_inverse=True)
+    table = [_round_keys(seeds[pair // _EPOCHS], pair % _EPOCHS) for pair in pairs.tolist()]
+    keys = np.stack(table, axis=1) if table else np.empty((_ROUNDS, 0), dtype=np.uint64)
+    which = which.reshape(-1)
+    widths = np.asarray([(n - 1).bit_length() for n in sizes], dtype=np.uint64)
+    bits, limit = widths[source].reshape(-1), size.reshape(-1).astype(np.uint64)
+    result = _feistel(inside.reshape(-1).astype(np.uint64), bits, keys[:, which])
+    outside = np.flatnonzero(result >= limit)
+    while len(outside):
+        again = _feistel(result[outside], bits[outside], keys[:, which[outside]])
+        result[outside] = again
+        outside = outside[again >= limit[outside]]
+    return result.astype(np.int64).reshape(positions.shape)
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
@@ -80,11 +89,17 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A keyed permutation of `[0, 2**bits)`: halves of unequal width take turns being mixed."""
-    low_bits = np.uint64(bits - bits // 2)
-    low_mask = np.uint64((1 << int(low_bits)) - 1)
-    high_mask = np.uint64((1 << (bits // 2)) - 1)
+def _feistel(
+    values: NDArray[np.uint64], bits: NDArray[np.uint64], keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Keyed permutations of `[0, 2**bits)`: halves of unequal width take turns being mixed.
+
+    `bits`: of each value; `keys`: `[rounds, values]`.
+    """
+    one = np.uint64(1)
+    high_bits = bits >> one
+    low_bits = bits - high_bits
+    low_mask, high_mask = (one << low_bits) - one, (one << high_bits) - one
     low, high = values & low_mask, values >> low_bits
     for number, key in enumerate(keys):
         if number % 2:
@@ -191,18 +206,40 @@ class BatchRampup:
 
 
 @dataclass(frozen=True)
-class EvaluationPlan:
-    """How many samples an evaluation reads, fixed before it begins and the same on every rank.
+class EvaluationBatch:
+    """The `count` samples of a source after its first `first`."""
 
-    `samples` count towards the loss; the last global batch is filled up to
-    `num_batches * global_batch_size` with samples of zero weight.
+    source: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What an evaluation reads, fixed before it begins and the same on every rank.
+
+    Each batch is of one source, so that sources have losses of their own. The last of a source is
+    filled up with samples of zero weight, as far as the ranks and microbatches need.
     """
 
-    samples: int
-    num_batches: int
+    batches: tuple[EvaluationBatch, ...]
 
     @classmethod
-    def make(cls, available: int, steps: int, global_batch_size: int) -> EvaluationPlan:
-        """At most `steps` global batches, at most each of the `available` samples once."""
-        samples = min(available, steps * global_batch_size)
-        return cls(samples, -(-samples // global_batch_size))
+    def make(cls, samples: Sequence[int], global_batch_size: int) -> EvaluationPlan:
+        """That many samples of each source, in batches of at most `global_batch_size`."""
+        return cls(
+            tuple(
+                EvaluationBatch(source, first, min(global_batch_size, count - first))
+                for source, count in enumerate(samples)
+                for first in range(0, count, global_batch_size)
+            )
+        )
+
+    @property
+    def samples(self) -> int:
+        """Samples that count towards the loss."""
+        return sum(batch.count for batch in self.batches)
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.batches)

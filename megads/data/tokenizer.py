@@ -1,7 +1,8 @@
 """Text to token ids and back, through one small interface.
 
 No tokenizer adds ids of its own at the ends of a text: what ends a document is decided once, where
-documents are written, with the tokenizer's `eod`.
+documents are written, with the tokenizer's `eod`. None uses threads: what runs in parallel is
+decided by who calls it.
 """
 
 from __future__ import annotations
@@ -11,26 +12,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megads.config.data_files import BYTE_VOCABULARY, tokenizer_file
-from megads.errors import DataError
+import numpy as np
 
-END_OF_DOCUMENT_PIECES = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "</s>",
-    "<eos>",
-    "<eod>",
+from megads.config.tokenizer_files import (
+    BYTE_VOCABULARY,
+    END_OF_DOCUMENT_PIECES,
+    TIKTOKEN,
+    has_tokenizer_file,
+    tokenizer_companions,
+    tokenizer_file,
 )
-"""Names that mark the end of a document, tried in order when tokenizer.json comes without a
-tokenizer_config.json to say which of its tokens it is."""
+from megads.data.packing import Ids, packed
+from megads.data.tiktoken_ranks import load_encoding, load_ranks
+from megads.errors import DataError
 
 
 class Tokenizer(Protocol):
     """What megads needs of a tokenizer.
 
     `name` is for messages. `vocab_size` is the largest id that can occur plus one, added tokens
-    included. `eod` is the id that ends a document, None when there is none.
+    included. `eod` is the id that ends a document, None when there is none; `unknown` the id that
+    stands for what the vocabulary cannot express, None when it can express everything.
+    `encode_batch` gives the ids that `encode` gives for each text.
     """
 
     @property
@@ -39,7 +42,10 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int | None: ...
+    @property
+    def unknown(self) -> int | None: ...
     def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -49,9 +55,13 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = BYTE_VOCABULARY
     eod: int | None = BYTE_VOCABULARY - 1
+    unknown: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids above 255 have no text; bytes that are not UTF-8 become U+FFFD."""
@@ -69,14 +79,23 @@ class SentencePieceTokenizer:
         try:
             self._model.Load(str(path))
         except (RuntimeError, OSError) as error:
-            raise DataError(f"{path}: not a sentencepiece model ({error})") from error
+            raise DataError(
+                f"{path}: not a sentencepiece model ({error}); a file of tiktoken ranks must be "
+                f"named .tiktoken"
+            ) from error
         self.vocab_size: int = self._model.GetPieceSize()
         end: int = self._model.eos_id()
         self.eod = end if end >= 0 else None
+        self.unknown: int | None = self._model.unk_id()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.EncodeAsIds(text)
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        if hasattr(self._model, "EncodeAsNumpy"):  # of newer versions
+            return [self._model.EncodeAsNumpy(text) for text in texts]
+        return [packed(ids) for ids in self._model.Encode(list(texts), num_threads=1)]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.DecodeIds([int(i) for i in ids])
@@ -105,14 +124,30 @@ class HuggingFaceTokenizer:
         configured = _configured_end(path.with_name("tokenizer_config.json"))
         names = END_OF_DOCUMENT_PIECES if configured is None else (configured,)
         self.eod = next((vocabulary[name] for name in names if name in vocabulary), None)
+        self.unknown = _unknown_id(self._model.model, vocabulary, self.eod)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        # One by one: the library's own batches start as many threads as there are cores. Results
+        # are kept until all are there, because giving memory back each time is slow.
+        found = [self._model.encode(text, add_special_tokens=False) for text in texts]
+        return [packed(encoding.ids) for encoding in found]
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
+
+
+def _unknown_id(model: Any, vocabulary: dict[str, int], eod: int | None) -> int | None:
+    if hasattr(model, "nbest_size"):  # Unigram has the id instead of the name, in its state only
+        found: int | None = json.loads(model.__getstate__())["unk_id"]
+    else:
+        found = vocabulary.get(getattr(model, "unk_token", None) or "")
+    # GPT-2's files call the end of a document unknown, which byte-level text never is.
+    return None if found == eod else found
 
 
 def _configured_end(path: Path) -> str | None:
@@ -127,14 +162,33 @@ def _configured_end(path: Path) -> str | None:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """`byte`, the path of a sentencepiece `.model` or of a tokenizer.json or the folder holding it.
+    """The tokenizer that `spec` names.
 
-    Raises DataError naming the path when it does not exist or cannot be read.
+    `byte`; the path of a sentencepiece `.model`, of a tokenizer.json, of the folder holding one of
+    the two, or of a `.tiktoken` file of ranks; or `tiktoken:NAME`, an encoding that the tiktoken
+    library knows. Raises DataError naming the path when it does not exist or cannot be read.
     """
     if spec == "byte":
         return ByteTokenizer()
+    if spec.startswith(TIKTOKEN):
+        return load_encoding(spec)
     path = tokenizer_file(spec)
+    if path.suffix == ".tiktoken":
+        return load_ranks(path)
     return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
+
+
+def tokenizer_identity(spec: str) -> str:
+    """What tells one tokenizer from another: its name, and size and date of its files."""
+    if not has_tokenizer_file(spec):
+        return spec
+    return "".join(map(file_identity, tokenizer_companions(tokenizer_file(spec))))
+
+
+def file_identity(path: Path) -> str:
+    """Path, size in bytes and date of change of a file: other content has another identity."""
+    status = path.stat()
+    return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
 
 
 def require_eod(tokenizer: Tokenizer) -> int:

@@ -41,8 +41,8 @@ class Kernels:
     `norm(x, weight, bias | None, eps)`: LayerNorm, or RMSNorm without a bias.
     `activation(x, kind)`: of the MLP; gated kinds halve the width.
     `rotary(x, cos, sin, *, head_dim, heads)`: may work in place on x `[tokens, width]`.
-    `attention(q, k, v, pattern, *, dropout, seed)`: `[seq, batch, heads, d]` in,
-    `[seq, batch, heads * d]` out.
+    `attention(q, k, v, pattern, *, documents, dropout, seed)`: `[seq, batch, heads, d]` in,
+    `[seq, batch, heads * d]` out; inside of `documents`, if they are given.
     `residual(x, stream | None, *, dropout, seed)`: stream + dropout(x); may work in place on x.
     `cross_entropy`: the local halves of the loss, see `CrossEntropy`.
     `adamw(params, grads, exp_avgs, exp_avg_sqs, *, step, lr, ...)`: flat fp32 tensors, in place.

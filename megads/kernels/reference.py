@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.kernels.documents import Documents
 from megads.kernels.types import ActivationKind, AttentionPattern, RowStatistics, dropout_mask
 
 
@@ -59,18 +60,23 @@ def attention(
     v: Tensor,
     pattern: AttentionPattern,
     *,
+    documents: Documents | None = None,
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
     """softmax(q k / sqrt(d) + bias) v, causal; query head h reads KV head h // (heads / kv).
 
     `q`: `[seq, batch, heads, d]`; `k`, `v`: `[seq, batch, kv, d]`; `[seq, batch, heads * d]` out.
+    With `documents` a query sees the keys of its own alone.
     """
     seq, _, heads, width = q.shape
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(width)
-    scores = scores + pattern.bias(seq, q.device, causal=True)
+    bias = pattern.bias(seq, q.device, causal=True)
+    if documents is not None:
+        bias = bias.masked_fill(documents.hidden(), float("-inf"))
+    scores = scores + bias
     weights = scores.softmax(-1).to(q.dtype)
     if dropout:
         kept = dropout_mask(weights.shape, dropout, seed, q.device)

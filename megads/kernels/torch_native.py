@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megads.kernels import reference
+from megads.kernels.documents import Documents, piecewise_attention
 from megads.kernels.types import ActivationKind, AttentionPattern, RowStatistics, dropout_mask
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
@@ -124,20 +125,30 @@ def attention(
     v: Tensor,
     pattern: AttentionPattern,
     *,
+    documents: Documents | None = None,
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
     """scaled_dot_product_attention; KV heads are never repeated in memory.
 
-    On a CPU its flash kernel takes a bias beside causality, so that ALiBi costs a row per head.
-    With dropout it has no fused CPU kernel; the reference is used there.
+    On a CPU its flash kernel takes a bias beside causality, so that ALiBi costs a row per head, and
+    is called for one document after another. With dropout it has no fused CPU kernel; the reference
+    is used there. Elsewhere documents are a mask, made once per pass.
     """
     seq, on_cpu = q.shape[0], q.device.type == "cpu"
     if dropout and on_cpu:
-        return reference.attention(q, k, v, pattern, dropout=dropout, seed=seed)
+        return reference.attention(
+            q, k, v, pattern, documents=documents, dropout=dropout, seed=seed
+        )
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    if pattern.is_plain_causal(seq):
+    if documents is not None and on_cpu:
+        out = piecewise_attention(q, k, v, pattern, documents)
+    elif documents is not None:
+        out = _seeded_sdpa(
+            q, k, v, documents.bias(pattern, q.dtype), dropout, seed, grouped=grouped
+        )
+    elif pattern.is_plain_causal(seq):
         out = _seeded_sdpa(q, k, v, None, dropout, seed, grouped=grouped)
     elif on_cpu:
         bias = pattern.bias(seq, q.device, causal=False).expand(1, -1, seq, seq)
@@ -145,9 +156,7 @@ def attention(
             q, k, v, 0.0, True, attn_mask=bias
         )
     else:
-        # Relative distances: what is rounded in a narrow type then is small or matters little.
-        bias = pattern.bias(seq, q.device, causal=True)
-        bias = (bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]).to(q.dtype)
+        bias = pattern.relative_bias(seq, q.device).to(q.dtype)
         out = _seeded_sdpa(q, k, v, bias, dropout, seed, grouped=grouped)
     return out.permute(2, 0, 1, 3).flatten(2)
 

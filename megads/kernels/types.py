@@ -48,6 +48,16 @@ class AttentionPattern:
             self._made = (wanted, self._build(seq, device, causal=causal))
         return self._made[1]
 
+    def relative_bias(self, seq: int, device: torch.device) -> Tensor:
+        """The causal bias in relative distances, `[1, heads, seq, seq]`, 0 at the query itself.
+
+        What is rounded in a narrow type then is small or matters little. Not kept.
+        """
+        if self.is_plain_causal(seq):
+            return self._build(seq, device, causal=True)
+        bias = self.bias(seq, device, causal=True)
+        return bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
+
     def _build(self, seq: int, device: torch.device, *, causal: bool) -> Tensor:
         position = torch.arange(seq, device=device)
         bias = torch.zeros(1, 1, 1, seq, device=device)

@@ -24,7 +24,8 @@ INDEX, FLOAT, MASK = 8, 4, 1
 class PassSize:
     """One microbatch on one rank and how it is computed.
 
-    `itemsize`: bytes of an activation; `recompute_layers`: as in GPTStage.
+    `itemsize`: bytes of an activation; `recompute_layers`: as in GPTStage; `documents`: whether
+    attention and positions stay inside of documents.
     """
 
     batch: int
@@ -35,6 +36,7 @@ class PassSize:
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    documents: bool = False
 
     @property
     def tokens(self) -> int:
@@ -74,8 +76,10 @@ def kept_bytes(config: ModelConfig, chunk: Chunk, size: PassSize) -> Kept:
     inside, shared = _block(config, size)
     blocks = layers * stream + whole * inside
     rest = _embedding(config, size) if chunk.has_embedding else 0
-    if config.position == "rope" and size.batch > 1 and whole:
+    if config.position == "rope" and (size.batch > 1 or size.documents) and whole:
         rest += size.tokens * config.rotary_dim * size.itemsize
+    if size.documents and size.device != "cpu" and size.recompute != "selective" and whole:
+        rest += size.batch * _bias_heads(config, size) * size.seq**2 * size.itemsize
     if chunk.has_head:
         rest += _head(config, chunk, size)
     return Kept(blocks, rest, blocks + whole * shared)
@@ -86,7 +90,7 @@ def table_bytes(config: ModelConfig, chunk: Chunk, size: PassSize) -> int:
     if not chunk.layers:
         return 0
     rotary = size.seq * config.rotary_dim * size.itemsize if config.position == "rope" else 0
-    heads = config.num_attention_heads // size.tp if config.position == "alibi" else 1
+    heads = _bias_heads(config, size)
     # Fused attention on a CPU knows causality by itself and takes ALiBi as a row per head.
     if size.device == "cpu" and not config.attention_dropout:
         if _is_windowed(config, size):
@@ -96,6 +100,11 @@ def table_bytes(config: ModelConfig, chunk: Chunk, size: PassSize) -> int:
     if is_reference or config.position == "alibi" or _is_windowed(config, size):
         return rotary + FLOAT * heads * size.seq**2
     return rotary
+
+
+def _bias_heads(config: ModelConfig, size: PassSize) -> int:
+    """Of a bias of attention: one unless each of this rank's heads has its own."""
+    return config.num_attention_heads // size.tp if config.position == "alibi" else 1
 
 
 def _is_windowed(config: ModelConfig, size: PassSize) -> bool:
@@ -150,9 +159,9 @@ def _attention(config: ModelConfig, size: PassSize) -> tuple[int, int]:
     if config.attention_dropout and on_cpu:
         return _reference_attention(config, size)
     kept = qkv + normed + heads.q + FLOAT * heads.rows_q
-    if not on_cpu and (config.position == "alibi" or _is_windowed(config, size)):
-        count = config.num_attention_heads // size.tp if config.position == "alibi" else 1
-        kept += count * size.seq**2 * size.itemsize
+    has_bias = config.position == "alibi" or _is_windowed(config, size)
+    if has_bias and not on_cpu and not size.documents:  # with them one serves all blocks
+        kept += _bias_heads(config, size) * size.seq**2 * size.itemsize
     return kept, heads.q
 
 
@@ -182,6 +191,8 @@ def _embedding(config: ModelConfig, size: PassSize) -> int:
     kept = INDEX * size.tokens
     if size.tp > 1:
         kept += MASK * size.tokens
+    if size.documents and config.position == "learned":
+        kept += INDEX * size.rows
     if config.embedding_norm:
         kept += size.rows * config.hidden_size * size.itemsize
         kept += _statistics(config, size, size.rows)
@@ -191,10 +202,11 @@ def _embedding(config: ModelConfig, size: PassSize) -> int:
 
 
 def _head(config: ModelConfig, chunk: Chunk, size: PassSize) -> int:
-    """Final norm with its input and result, exponentials of the logits, the loss of each token."""
+    """Final norm with its input and result, exponentials of the logits, what the loss of each token
+    needs."""
     specs = stage_specs(config, chunk)
     columns = specs[HEAD if HEAD in specs else WORD_EMBEDDING].local_shape(size.tp)[0]
     stream = size.rows * config.hidden_size * size.itemsize
     logits = size.tokens * columns * size.itemsize
-    losses = size.tokens * (INDEX + 2 * FLOAT)
+    losses = size.tokens * (INDEX + (3 if size.documents else 2) * FLOAT)  # with a mask, or without
     return 2 * stream + _statistics(config, size, size.rows) + logits + losses

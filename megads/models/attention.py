@@ -42,7 +42,9 @@ class Attention(nn.Module):
             seed = at.dropout.site(self._layer, "attention", sharded=True)
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._kernels.attention(q, k, v, self._pattern, dropout=dropout, seed=seed)
+            return self._kernels.attention(
+                q, k, v, self._pattern, documents=at.documents, dropout=dropout, seed=seed
+            )
 
         heads = (grid.unflatten(q), grid.unflatten(k), grid.unflatten(v))
         if self._recompute and self.training:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megads.config.model import ModelConfig
 from megads.kernels.api import Kernels
+from megads.kernels.documents import Documents
 from megads.models.tokens import TokenGrid
 from megads.parallel.mesh import Axis
 from megads.parallel.rng import DropoutKey
@@ -83,14 +84,21 @@ class Norm(nn.Module):
 class Pass:
     """What one forward pass of a stage brings to its blocks.
 
-    `rotary`: (cos, sin) per token. `dropout`: None when nothing is dropped; blocks take it as an
+    `rotary`: (cos, sin) per token. `documents`: None when attention and positions go on across
+    their ends. `dropout`: None when nothing is dropped; blocks take it as an
     argument so that one recomputed during backward, when other microbatches have been through the
     stage, draws what it drew before.
     """
 
     grid: TokenGrid
     rotary: tuple[Tensor, Tensor] | None
+    documents: Documents | None
     dropout: DropoutKey | None
+
+    def shared(self) -> Iterable[Tensor]:
+        """What all blocks read."""
+        made = self.documents.made if self.documents is not None else ()
+        return (*(self.rotary or ()), *made)
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -2,8 +2,8 @@
 
 A multiplication of `[m, k]` by `[k, n]` is 2mkn operations. Counted are the matrix products of the
 model as it is written down: all projections, the head, and both attention products over all pairs
-of positions. Not counted are element-wise work, lookups, vocabulary padding, the halving that a
-causal mask or a window allows, and whatever recomputation does again. This is what
+of positions. Not counted are element-wise work, lookups, vocabulary padding, what a causal mask, a
+window or documents leave out, and whatever recomputation does again. This is what
 `torch.utils.flop_counter` reports for the plain model, and for one token
 
     6 x (weights of the matrix products) + 12 x layers x heads x head_dim x seq_length

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.config.model import ModelConfig
 from megads.kernels.api import Kernels
+from megads.kernels.documents import Documents
 from megads.kernels.types import AttentionPattern
 from megads.models.block import Block
 from megads.models.context import BuildContext, Pass, recomputed
@@ -132,7 +134,7 @@ class GPTStage(nn.Module):
     def _run(self, hidden: Tensor | None, batch: MicroBatch) -> tuple[Tensor, TokenGrid]:
         count, seq = batch.tokens.shape
         grid = TokenGrid(seq, count, batch_first=not self._sequence_parallel)
-        at = self._pass(grid)
+        at = self._pass(grid, batch)
         hooks = self.unit_hooks
         if self.embedding is not None:
             before_unit(EMBEDDING_UNIT, hooks)
@@ -143,8 +145,7 @@ class GPTStage(nn.Module):
         else:
             x = hidden
         recomputes = self.training and torch.is_grad_enabled()
-        shared = at.rotary or ()
-        with self._saved.of_blocks(self.parameters(), self._tables, shared):
+        with self._saved.of_blocks(self.parameters(), self._tables, at.shared):
             for number, (layer, block) in enumerate(self.blocks.items()):
                 before_unit(f"blocks.{layer}", hooks)
                 if recomputes and number < self._recomputed_blocks:
@@ -156,15 +157,20 @@ class GPTStage(nn.Module):
             before_unit(HEAD_UNIT, hooks)
         return x, grid
 
-    def _pass(self, grid: TokenGrid) -> Pass:
-        config = self.config
+    def _pass(self, grid: TokenGrid, batch: MicroBatch) -> Pass:
+        config, starts = self.config, batch.document_starts
+        documents = Documents(starts) if starts is not None else None
         drops = self.training and (config.hidden_dropout > 0 or config.attention_dropout > 0)
         rotary = None
         if self._rotary is not None and self.blocks:
             parameter = next(self.parameters())
             tables = self._rotary(grid.seq, dtype=parameter.dtype, device=parameter.device)
-            rotary = (grid.repeat(tables[0]), grid.repeat(tables[1]))
-        return Pass(grid, rotary, self.dropout_rng.key if drops else None)
+            if documents is None:
+                rotary = (grid.repeat(tables[0]), grid.repeat(tables[1]))
+            else:
+                rows = grid.flatten_ids(documents.positions(0, grid.seq))
+                rotary = (tables[0][rows], tables[1][rows])
+        return Pass(grid, rotary, documents, self.dropout_rng.key if drops else None)
 
     @property
     def table_bytes(self) -> int:
@@ -207,7 +213,7 @@ class Embedding(nn.Module):
         """`ids` `[tokens]` -> `[tokens, hidden]`, or this rank's `[tokens / tp, hidden]`."""
         x: Tensor = self.word(ids)
         if self.position is not None:
-            x = at.grid.add_positions(x, self.position(at.grid.seq))
+            x = self.position(x, at)
         if self.norm is not None:
             x = self.norm(x)
         if at.dropout is not None and self._dropout:
@@ -217,22 +223,26 @@ class Embedding(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """Learned positions."""
+    """Learned positions, in the sequence or in the document."""
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self._tp, self._sequence_parallel = context.tp, context.sequence_parallel
         self.weight = context.parameter("embedding.position.weight")
 
-    def forward(self, seq: int) -> Tensor:
-        """Rows of the positions that this rank holds of a sequence of `seq`."""
+    def forward(self, x: Tensor, at: Pass) -> Tensor:
+        """`x`, this rank's tokens `[tokens, hidden]`, each plus the row of its position."""
+        grid, seq = at.grid, at.grid.seq
         if seq > len(self.weight):
             raise ValueError(f"{seq} positions were given to a model that has {len(self.weight)}")
         first, share = 0, seq
         if self._sequence_parallel:
             share = seq // self._tp.size
             first = self._tp.index * share
-        return self.weight[first : first + share]
+        if at.documents is None:
+            return grid.add_positions(x, self.weight[first : first + share])
+        positions = at.documents.positions(first, first + share)
+        return x + F.embedding(grid.flatten_ids(positions), self.weight)
 
 
 def attention_pattern(config: ModelConfig, tp: Axis) -> AttentionPattern:

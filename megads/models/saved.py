@@ -44,19 +44,16 @@ class SavedTensors:
             return contextlib.nullcontext()
         return _hooks(parameters, tables, self._stay)
 
-    def of_blocks(
-        self, parameters: Iterable[Tensor], tables: Tables, shared: Iterable[Tensor]
-    ) -> Context:
-        """Move what is saved meanwhile to the host, if that is asked for, but not `shared`, which
-        all blocks of the pass read."""
+    def of_blocks(self, parameters: Iterable[Tensor], tables: Tables, shared: Tables) -> Context:
+        """Move what is saved meanwhile to the host, if that is asked for, but not what is `shared`:
+        read by all blocks of the pass, and asked for anew each time."""
         if not self._offloads:
             return contextlib.nullcontext()
-        staying = {_storage(tensor) for tensor in shared}
         before: _OnHost | None = None
 
         def move(tensor: Tensor) -> _Saved:
             nonlocal before
-            if _storage(tensor) in staying:
+            if any(_storage(tensor) == _storage(other) for other in shared()):
                 return self._stay(tensor)
             before = _OnHost(tensor, before, self._lane, self.host)
             return before

@@ -143,16 +143,19 @@ class Mesh:
         links = _pipeline_links(layout, rank, at, limit, ring=ring)
         return cls(layout, coords, tp, pp, dp, shard, replica, kv, tied, world, saving, links, at)
 
-    def close(self) -> None:
-        """Destroy the groups that `build` made. All ranks, once nothing is under way any more."""
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that `build` made and this rank is in, each once."""
         links = vars(self.links).values()
         axes = (self.tp, self.pp, self.dp, self.shard, self.replica, self.kv, self.tied)
-        groups = [a.group for a in (*axes, self.world, self.saving)] + [
-            n.group for n in links if n is not None
-        ]
-        for group in dict.fromkeys(groups):  # shard or replica may be the dp group itself
-            if group is not None:
-                dist.destroy_process_group(group)
+        found = [a.group for a in (*axes, self.world, self.saving)]
+        found += [link.group for link in links if link is not None]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def close(self) -> None:
+        """Destroy the groups. All ranks, once nothing is under way any more."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
 
     @property
     def is_last_stage(self) -> bool:

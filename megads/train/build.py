@@ -13,9 +13,10 @@ from megads.checkpoint.store import CheckpointStore
 from megads.config.directories import offload_directory
 from megads.config.schema import Config
 from megads.config.validate import resolve_layout
-from megads.data.loader import TokenLoader, open_loader
-from megads.data.prepare import prepare_data
+from megads.data.ledger import DataLedger
+from megads.data.loader import TokenLoader
 from megads.data.sampler import BatchRampup
+from megads.data.streaming import StreamLoader
 from megads.kernels.api import Kernels, select_kernels
 from megads.launch.env import RankInfo
 from megads.models.families import param_count
@@ -31,6 +32,7 @@ from megads.parallel.layout import BatchPlan
 from megads.parallel.mesh import Mesh
 from megads.pipeline.executor import PipelineExecutor
 from megads.pipeline.partition import StagePlan, plan_stages
+from megads.train.data import build_loaders, start_ledger
 from megads.train.memory import bucket_numel, offload_budget, shard_size
 from megads.train.metrics import Metrics
 from megads.train.state import TrainState
@@ -54,8 +56,9 @@ class RunParts:
     optimizer: ZeroOptimizer
     scaler: LossScaler
     rampup: BatchRampup
-    loader: TokenLoader
+    loader: TokenLoader | StreamLoader
     valid_loader: TokenLoader | None
+    ledger: DataLedger
     store: CheckpointStore
     metrics: Metrics
     state: TrainState
@@ -134,6 +137,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
         zero_shard_size=shard_size(config, layout.dp),
         device=info.device,
         timeout_s=config.launch.timeout_s,
+        ring=config.parallel.chunks > 1,
     )
     parallel, dtype = config.parallel, DTYPES[config.precision.name]
     plan = plan_stages(
@@ -163,6 +167,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
         rampup=BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size),
         loader=loader,
         valid_loader=valid_loader,
+        ledger=start_ledger(config, mesh.world),
         store=CheckpointStore(
             run_dir / "checkpoints", mesh.world, saving=mesh.saving, keep=config.checkpoint.keep
         ),
@@ -273,18 +278,3 @@ def build_executor(
         dtype=dtype,
         before_forward=before_forward,
     )
-
-
-def build_loaders(config: Config, mesh: Mesh) -> tuple[TokenLoader, TokenLoader | None]:
-    """Training and, if any is asked for, validation data.
-
-    The first rank tokenizes what is not tokenized yet; the others then find it done.
-    """
-    if mesh.world.index == 0:
-        prepare_data(config)
-    collectives.barrier(mesh.world)
-    data = prepare_data(config)
-    train = open_loader(config, data, "train", device=mesh.device)
-    if not config.eval.every:
-        return train, None
-    return train, open_loader(config, data, "valid", device=mesh.device)

@@ -11,8 +11,10 @@ from megads.checkpoint.directory import foreign_files, uncommitted
 from megads.checkpoint.manifest import COMMIT, Manifest
 from megads.checkpoint.store import LoadedState
 from megads.config.schema import Config
+from megads.data.streaming import StreamLoader
 from megads.errors import CheckpointError, DamageError
 from megads.train.build import RunParts
+from megads.train.data import continue_plan
 
 
 def resume(parts: RunParts) -> None:
@@ -25,8 +27,15 @@ def resume(parts: RunParts) -> None:
     """
     config, store = parts.config.checkpoint, parts.store
     own = store.candidates()
-    if not own and config.load is None:
-        return
+    if own or config.load is not None:
+        _resume_from(parts, own)
+    for note in continue_plan(parts.config, parts.loader, parts.state, parts.rampup):
+        parts.metrics.note(note)
+
+
+def _resume_from(parts: RunParts, own: list[Path]) -> None:
+    """Load from the newest whole checkpoint of the run's own, else from `checkpoint.load`."""
+    config, store = parts.config.checkpoint, parts.store
     what = "all" if own else config.load_what
     kinds = ("param",) if what == "weights" else parts.optimizer.state_kinds
     loaded, damaged = _load_first(parts, own or store.candidates(Path(config.load or "")), kinds)
@@ -96,6 +105,8 @@ def _take_over(parts: RunParts, saved: dict[str, Any], *, progress: bool, own: b
         parts.state.restore(saved["train"])
     if not own:
         parts.state.run_id = run_id  # another run's checkpoint, but this run
+    if isinstance(parts.loader, StreamLoader):
+        parts.loader.load_state_dict(saved.get("stream"), parts.state.samples)
     for change in _changes(saved.get("data", {}), data_settings(parts.config)):
         parts.metrics.note(
             f"warning: {change} since the checkpoint was saved; samples now come in another "
@@ -119,11 +130,19 @@ def save(parts: RunParts) -> None:
             "scaler": parts.scaler.state_dict(),
             "optimizer_updates": parts.optimizer.updates,
             "data": data_settings(parts.config),
+            **_stream_state(parts),
         },
         meta={"model": parts.config.model, "layout": parts.layout_sizes},
     )
     if not parts.config.checkpoint.async_save:
         _wait(parts)
+
+
+def _stream_state(parts: RunParts) -> dict[str, Any]:
+    """Where a stream is; what comes next in token files needs no more than a number."""
+    if not isinstance(parts.loader, StreamLoader):
+        return {}
+    return {"stream": parts.loader.state_dict(parts.mesh.dp)}
 
 
 def must_stop(parts: RunParts) -> bool:
@@ -160,13 +179,11 @@ def _wait(parts: RunParts) -> None:
 
 
 def data_settings(config: Config) -> dict[str, Any]:
-    """The settings that decide which tokens a number of consumed samples stands for."""
+    """The settings that decide what the samples of a source are, and their order."""
     data = config.data
     return {
         "train.seq_length": config.train.seq_length,
         "train.seed": config.train.seed,
-        "data.paths": list(data.paths),
-        "data.weights": None if data.weights is None else list(data.weights),
         "data.valid_fraction": data.valid_fraction,
         "data.valid_paths": list(data.valid_paths),
         "data.tokenizer": data.tokenizer,

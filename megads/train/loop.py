@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megads.config.decode import to_yaml
 from megads.config.schema import Config
+from megads.data.loader import TokenLoader
 from megads.errors import FINISHED_STATUS, STOPPED_STATUS, NonFiniteError
 from megads.launch.env import RankInfo
 from megads.launch.signals import StopRequest
@@ -36,6 +37,7 @@ def train(config: Config, info: RankInfo) -> int:
             settle(parts)
             parts.loader.close()
             parts.metrics.close()
+            parts.ledger.close()
         parts.close()
         return status
 
@@ -48,27 +50,52 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
         return FINISHED_STATUS
     _write_config(parts)
     parts.metrics.rewind(state.step)
+    _start_ledger(parts)
     saved_at = state.step
     while state.step < steps:
         started = time.perf_counter()
         result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
         synchronize(parts.mesh.device)
+        _record(parts, result)
         _report(parts, result, time.perf_counter() - started)
         _check_finite(parts, result)
         is_last = state.step == steps
         if _due(config.eval.every, state.step) or (config.eval.every and is_last):
-            parts.metrics.evaluation(state.step, evaluate(parts))
+            validation = evaluate(parts)
+            parts.metrics.evaluation(state.step, validation.loss, validation.by_source)
         if _due(checkpoint.every, state.step) or result.stop_requested:
-            save(parts)
+            _save(parts)
             saved_at = state.step
         if result.stop_requested and not is_last:
             finish(parts)
             parts.metrics.note(f"stopped on request; step {state.step} is saved")
             return STOPPED_STATUS
     if checkpoint.save_last and saved_at != state.step:
-        save(parts)
+        _save(parts)
     finish(parts)
     return FINISHED_STATUS
+
+
+def _start_ledger(parts: RunParts) -> None:
+    if isinstance(parts.loader, TokenLoader):
+        parts.ledger.start(
+            parts.loader.order,
+            step=parts.state.step,
+            samples=parts.state.samples,
+            seq_length=parts.config.train.seq_length,
+        )
+
+
+def _record(parts: RunParts, result: StepResult) -> None:
+    """Put the step into the ledger, also when its update was left out: its samples are read."""
+    count = result.batch.global_batch_size
+    parts.ledger.record(parts.state.step, parts.state.samples - count, count)
+
+
+def _save(parts: RunParts) -> None:
+    """Save; the ledger first, so that no checkpoint knows of steps that it does not."""
+    parts.ledger.sync()
+    save(parts)
 
 
 def _due(every: int, step: int) -> bool:
@@ -107,6 +134,7 @@ def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
             "tokens": state.tokens,
             "samples": state.samples,
             "step_time_s": seconds,
+            "data_wait_s": result.data_wait_s,
             "tokens_per_second": tokens / seconds,
             "tflops_per_device": tflops,
             "mfu": tflops / peak if peak else None,

@@ -64,6 +64,7 @@ def predict_activations(
         train.recompute,
         train.recompute_layers,
         device,
+        config.data.document_mask,
     )
     chunks = _chunks(config, layout, stage)
     kept = [kept_bytes(config.model, chunk, size) for chunk in chunks]

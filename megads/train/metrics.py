@@ -143,11 +143,25 @@ class Metrics:
             with contextlib.suppress(BrokenPipeError):
                 self._display.step(values, total_steps)
 
-    def evaluation(self, step: int, val_loss: float) -> None:
-        """Record a validation loss; perplexity is its exponential."""
+    def evaluation(
+        self, step: int, val_loss: float, by_source: Mapping[str, float] | None = None
+    ) -> None:
+        """Record a validation loss, and that of each source if there are several.
+
+        Perplexity is the exponential of the loss.
+        """
         perplexity = math.inf if val_loss >= 700 else math.exp(val_loss)
-        self._write({"step": step, "val_loss": val_loss, "val_ppl": perplexity})
-        self.note(f"validation at step {step}: loss {val_loss:.4f}  perplexity {perplexity:.2f}")
+        values: dict[str, Value | dict[str, float]] = {
+            "step": step,
+            "val_loss": val_loss,
+            "val_ppl": perplexity,
+        }
+        text = f"validation at step {step}: loss {val_loss:.4f}  perplexity {perplexity:.2f}"
+        if by_source is not None and len(by_source) > 1:
+            values["val_loss_by_source"] = dict(by_source)
+            text += "".join(f"  {name} {loss:.4f}" for name, loss in by_source.items())
+        self._write(values)
+        self.note(text)
 
     def note(self, text: str) -> None:
         """Tell whoever watches; nobody may be left, and training goes on."""
@@ -161,7 +175,7 @@ class Metrics:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, values: Mapping[str, Value]) -> None:
+    def _write(self, values: Mapping[str, Value | dict[str, float]]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()

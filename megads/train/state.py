@@ -17,12 +17,15 @@ class TrainState:
     `step` counts global batches, skipped updates included; `samples` and `tokens` what they
     consumed. The data position, the learning rate and the dropout seeds are pure functions of
     these, so no sampler, scheduler or generator state exists. `run_id` names the run for loggers.
+    `data_plan` says what the samples were and will be (`megads.data.plan`); None for a stream, and
+    in checkpoints that do not have it.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
+    data_plan: dict[str, Any] | None = None
 
     def advance(self, batch: BatchPlan) -> None:
         """One global batch has been consumed."""
@@ -36,6 +39,7 @@ class TrainState:
     def restore(self, data: dict[str, Any]) -> None:
         """Take over what `to_dict` gave; raises CheckpointError on missing or unknown fields."""
         expected = {f.name for f in fields(self)}
+        data = {"data_plan": None, **data}
         if set(data) != expected:
             raise CheckpointError(
                 f"the checkpoint's training state has {sorted(data)}, expected {sorted(expected)}"

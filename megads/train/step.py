@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,8 @@ class StepResult:
 
     `loss` is the token-weighted mean over the global batch, `grad_norm` the norm before clipping.
     `applied` is False when the update was left out because one of them is not finite.
-    `stop_requested`: some rank was asked to save and leave.
+    `stop_requested`: some rank was asked to save and leave. `data_wait_s`: seconds this rank waited
+    for its microbatches; the only value that differs between ranks.
     """
 
     batch: BatchPlan
@@ -32,6 +34,7 @@ class StepResult:
     loss_scale: float
     applied: bool
     stop_requested: bool
+    data_wait_s: float
 
 
 def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
@@ -43,7 +46,9 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     state, optimizer, scaler = parts.state, parts.optimizer, parts.scaler
     batch = parts.batch_plan(state.samples)
     lr = parts.learning_rate(batch)
+    started = time.monotonic()
     microbatches = parts.microbatches(batch)
+    data_wait_s = time.monotonic() - started
     tokens = count_loss_tokens(microbatches, parts.mesh)
     loss_scale = scaler.scale
 
@@ -62,7 +67,7 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
         optimizer.step(lr, grad_divisor=loss_scale / clip)
     scaler.update(ok=applied)
     state.advance(batch)
-    return StepResult(batch, loss, norm, lr, loss_scale, applied, stop)
+    return StepResult(batch, loss, norm, lr, loss_scale, applied, stop, data_wait_s)
 
 
 def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:

@@ -19,6 +19,7 @@ from megads.config import model, schema
 from megads.config.directories import offload_directory
 from megads.config.keys import group_of, leaf_keys
 from megads.config.schema import Config, KernelsConfig
+from megads.config.streams import is_streamed, num_lanes
 from megads.config.validate import fill_layout
 
 PACKAGE = Path(megads.__file__).parent
@@ -108,7 +109,8 @@ def unread(sources: list[str]) -> list[str]:
 def sources() -> list[str]:
     """All of the package but the configuration, of which what derives values counts as well."""
     files = [f for f in sorted(PACKAGE.rglob("*.py")) if f.parent != PACKAGE / "config"]
-    derived = [inspect.getsource(part) for part in (fill_layout, offload_directory, model, schema)]
+    deriving = (fill_layout, is_streamed, num_lanes, offload_directory, model, schema)
+    derived = [inspect.getsource(part) for part in deriving]
     return [*(f.read_text() for f in files), *derived]
 
 

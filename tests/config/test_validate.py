@@ -329,3 +329,15 @@ def test_every_size_of_a_batch_ramp_has_to_split():
     start, increment = problems("train.batch_rampup=[6,5,100] train.micro_batch_size=4")
     assert "start 6" in start and "micro_batch_size=4" in start
     assert "increment 5" in increment
+
+
+def test_epochs_limits_and_skips():
+    two = "data.paths=[demo,demo] "
+    assert problems(two + "data.epochs=1.5 data.limits=[7,null] data.skip=[[3,9],[0,1]]") == []
+    epochs, limits, skip = problems("data.epochs=[1,2,3] data.limits=[7,8] data.skip=[[3,4],[9,9]]")
+    assert "data.epochs has 3 entries for 1 data.paths" in epochs
+    assert "data.limits has 2 entries for 1 data.paths" in limits
+    assert "data.skip=[[9, 9]]" in skip
+    for wrong in ("data.epochs=0", "data.epochs=true", "data.limits=[1.5]", "data.skip=[[1,2,3]]"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            changed(wrong)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megads.data.blend import MAX_PERIOD, Blend, BlendedOrder, integer_weights
+from megads.data.blend import MAX_PERIOD, Blend, integer_weights
 from megads.errors import DataError
 
 
@@ -23,7 +23,7 @@ def deviation(sources: np.ndarray, weights: list[float]) -> float:
 )
 def test_counts_stay_within_one_of_the_weights(parts: list[int], scale: float) -> None:
     weights = [part * scale for part in parts]
-    blend = Blend(weights)
+    blend = Blend(integer_weights(weights))
     source, inside = blend.locate(np.arange(2 * blend.period + 57))
     assert deviation(source, weights) < 1
     for number in range(len(parts)):
@@ -44,7 +44,7 @@ def test_counts_stay_within_one_of_the_weights(parts: list[int], scale: float) -
     ],
 )
 def test_counts_by_hand(weights: list[float], n: int, counts: list[int]) -> None:
-    source, _ = Blend(weights).locate(np.arange(n))
+    source, _ = Blend(integer_weights(weights)).locate(np.arange(n))
     assert np.bincount(source, minlength=len(weights)).tolist() == counts
 
 
@@ -55,7 +55,7 @@ def test_a_greedy_rule_would_fail() -> None:
     due = np.concatenate([(np.arange(200 * w) + 0.5) / w for w in weights])
     source = np.repeat(np.arange(51), [100, *[2] * 50])[np.argsort(due, kind="stable")]
     assert deviation(source, weights) > 5
-    assert deviation(Blend(weights).locate(np.arange(200))[0], weights) < 1
+    assert deviation(Blend(integer_weights(weights)).locate(np.arange(200))[0], weights) < 1
 
 
 def test_irrational_weights_are_rounded_to_a_millionth() -> None:
@@ -65,7 +65,7 @@ def test_irrational_weights_are_rounded_to_a_millionth() -> None:
     assert parts[2:] == (1, 0)
     exact = np.asarray(weights) / sum(weights) * MAX_PERIOD
     assert np.abs(np.asarray(parts) - exact).max() <= 1
-    source, _ = Blend(weights).locate(np.arange(20_000))
+    source, _ = Blend(integer_weights(weights)).locate(np.arange(20_000))
     assert deviation(source, weights) < 1
 
 
@@ -74,36 +74,23 @@ def test_irrational_weights_are_rounded_to_a_millionth() -> None:
 )
 def test_bad_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(DataError, match=r"data\.weights"):
-        Blend(weights)
+        Blend(integer_weights(weights))
 
 
-def test_many_tiny_sources_wrap_around() -> None:
-    order = BlendedOrder([1.0] * 300, [1] * 300, seed=5)
-    ids = order.ids(np.arange(900))
-    assert sorted(ids[:300].tolist()) == list(range(300))
-    assert np.bincount(ids, minlength=300).tolist() == [3] * 300
+@pytest.mark.parametrize("parts", [[3, 7], [1, 0, 4, 2], [6, 9], [1]])
+def test_counts_and_their_inverse(parts: list[int]) -> None:
+    """Against counting one position after the other."""
+    blend = Blend(parts)
+    source, _ = blend.locate(np.arange(60))
+    for length in range(60):
+        want = np.bincount(source[:length], minlength=len(parts))
+        assert blend.counts(length).tolist() == want.tolist()
+    for number in np.flatnonzero(parts):
+        for count, position in enumerate(np.flatnonzero(source == number), 1):
+            assert blend.position_after(int(number), count) == position + 1
 
 
-def test_each_source_goes_through_its_own_epochs() -> None:
-    sizes = [7, 40, 5]
-    order = BlendedOrder([0.5, 0.5, 0.0], sizes, seed=9)
-    ids = order.ids(np.arange(80))
-    small, large = ids[ids < 7], ids[ids >= 7]
-    assert sorted(large.tolist()) == list(range(7, 47))
-    for epoch in range(5):
-        assert sorted(small[7 * epoch : 7 * epoch + 7].tolist()) == list(range(7))
-    pieces = np.concatenate([order.ids(np.arange(at, at + 8)) for at in range(0, 80, 8)])
-    assert pieces.tolist() == ids.tolist()
-
-
-def test_sources_of_equal_size_are_not_read_in_step() -> None:
-    ids = BlendedOrder([1, 1], [50, 50], seed=2).ids(np.arange(100))
-    assert [i for i in ids if i < 50] != [i - 50 for i in ids if i >= 50]
-
-
-def test_a_source_without_samples() -> None:
-    with pytest.raises(DataError, match="source 1"):
-        BlendedOrder([0.5, 0.5], [10, 0], seed=0)
-    BlendedOrder([1, 0], [10, 0], seed=0)
-    with pytest.raises(DataError, match="1 weights for 2 sources"):
-        BlendedOrder([1], [10, 0], seed=0)
+def test_a_smaller_period_can_be_asked_for() -> None:
+    sizes = [123_456_789, 7, 987_654_321]
+    assert integer_weights(sizes, most=1000) == (111, 1, 888), "what has a sample has a part"
+    assert integer_weights([20, 30], most=1000) == (2, 3)

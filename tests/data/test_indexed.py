@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megads.data.indexed import IndexedTokens, TokenWriter, dtype_for_vocab, exists, write_index
+from megads.data.indexed import IndexedTokens, TokenWriter, dtype_for_vocab, exists
+from megads.data.token_format import Header, write_index
 from megads.errors import DataError
 from tests.cases import case
+from tests.data.token_bytes import build, contents, parse, sequences
 
 FOREIGN = [
     "data/synth_u16",
@@ -23,19 +25,6 @@ FOREIGN = [
     "data_mds/mmap_u16",
     "data_mds/topics_a_text_document",
 ]
-
-
-def parse(prefix: Path) -> tuple[int, list[int], list[int], list[int]]:
-    """An index read with struct alone: number type code, sizes, pointers, document bounds."""
-    raw = Path(f"{prefix}.idx").read_bytes()
-    magic, version, code, n, m = struct.unpack_from("<9sQBQQ", raw)
-    assert (magic, version) == (b"MMIDIDX\0\0", 1)
-    at = 34
-    sizes = list(struct.unpack_from(f"<{n}i", raw, at))
-    pointers = list(struct.unpack_from(f"<{n}q", raw, at + 4 * n))
-    bounds = list(struct.unpack_from(f"<{m}q", raw, at + 12 * n))
-    assert len(raw) == at + 12 * n + 8 * m
-    return code, sizes, pointers, bounds
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: str = "u2") -> None:
@@ -49,20 +38,21 @@ def test_reads_foreign_files_and_writes_the_same_bytes(name: str, tmp_path: Path
     prefix = case(f"{name}.idx").with_suffix("")
     expected = json.loads(Path(f"{prefix}.expected.json").read_text())
     file = IndexedTokens(prefix)
-    code, sizes, pointers, bounds = parse(prefix)
-    assert file.sizes.tolist() == sizes == expected.get("sequence_lengths", expected.get("sizes"))
-    assert file.document_bounds.tolist() == bounds
-    assert bounds == expected.get("document_indices", expected.get("doc_idx"))
-    raw = Path(f"{prefix}.bin").read_bytes()
-    letter = {8: "H", 4: "i"}[code]
-    for i, (size, pointer) in enumerate(zip(sizes, pointers, strict=True)):
-        assert file.sequence(i).tolist() == list(
-            struct.unpack_from(f"<{size}{letter}", raw, pointer)
-        )
+    parsed = parse(prefix)
+    assert (
+        file.sizes.tolist()
+        == parsed.sizes
+        == expected.get("sequence_lengths", expected.get("sizes"))
+    )
+    assert file.document_bounds.tolist() == parsed.bounds
+    assert parsed.bounds == expected.get("document_indices", expected.get("doc_idx"))
+    ids = sequences(prefix)
+    assert [file.sequence(i).tolist() for i in range(file.num_sequences)] == ids
+    assert file.tokens.tolist() == [token for sequence in ids for token in sequence]
     for head, tail in (("first_sequence_head", "last_sequence_tail"), ("first_head", "last_tail")):
         if head in expected:
             assert file.sequence(0)[:16].tolist() == expected[head]
-            assert file.sequence(len(sizes) - 1)[-16:].tolist() == expected[tail]
+            assert file.sequence(len(ids) - 1)[-16:].tolist() == expected[tail]
     with TokenWriter(tmp_path / "copy", file.dtype) as writer:
         for d in range(file.num_documents):
             writer.add_document(file.document(d))
@@ -119,14 +109,15 @@ def test_an_id_that_does_not_fit_is_refused_and_leaves_nothing(ids: list, tmp_pa
 
 def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     sizes = [2**30] * 3
-    write_index(tmp_path / "big.idx", sizes, [0, 1, 2, 3], "u2")
+    header = Header(np.dtype("u2"), sequences=3, marks=4)
+    write_index(tmp_path / "big.idx", header, lambda: [np.array(sizes)], [np.arange(4)])
     markers = [np.arange(1 + 5 * d, 6 + 5 * d, dtype="<u2") for d in range(3)]
     with (tmp_path / "big.bin").open("wb") as file:  # sparse: 6 GiB long, a few blocks on disk
         file.truncate(2 * sum(sizes))
         for d, marker in enumerate(markers):
             file.seek(d * 2**31)
             file.write(marker.tobytes())
-    assert parse(tmp_path / "big")[2] == [0, 2**31, 2**32]
+    assert parse(tmp_path / "big").pointers == [0, 2**31, 2**32]
     tokens = IndexedTokens(tmp_path / "big")
     for d, marker in enumerate(markers):
         assert tokens.document_start(d) == d * 2**30
@@ -206,6 +197,83 @@ def test_damaged_and_foreign_files_are_refused_by_name(
     write(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]])
     IndexedTokens(tmp_path / "x")
     damage(tmp_path / "x", kind)
+    with pytest.raises(DataError, match=message):
+        IndexedTokens(tmp_path / "x")
+
+
+def test_the_tokens_of_another_index(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[1, 2, 3], [4, 5]])
+    write(tmp_path / "y", [[1, 2, 3], [4]])
+    os.replace(tmp_path / "y.bin", tmp_path / "x.bin")
+    with pytest.raises(
+        DataError, match=r"x\.bin: 8 bytes, but x\.idx describes 10 bytes of uint16"
+    ):
+        IndexedTokens(tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04", b"PAR1" * 30, b'{"text": "a"}\n' * 9])
+def test_a_file_of_another_kind(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path / "x", [[1]])
+    (tmp_path / "x.idx").write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.idx: not a token index; it begins with"):
+        IndexedTokens(tmp_path / "x")
+
+
+def test_a_count_beyond_the_file(tmp_path: Path) -> None:
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**63, 2**63)
+    (tmp_path / "x.idx").write_bytes(head)
+    (tmp_path / "x.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=f"34 bytes, expected {34 + 20 * 2**63} for {2**63} seq"):
+        IndexedTokens(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("code", "ids"),
+    [
+        (1, [0, 255]),
+        (2, [-128, 127]),
+        (3, [-(2**15), 2**15 - 1]),
+        (4, [65536, 2**31 - 1]),
+        (5, [2**40, 70000]),
+        (8, [65499, 65535]),
+    ],
+)
+def test_every_number_type_is_read_and_written(code: int, ids: list[int], tmp_path: Path) -> None:
+    build(tmp_path / "theirs", [[ids], [[]], [ids[::-1], ids]], code)
+    file = IndexedTokens(tmp_path / "theirs")
+    assert [file.document(d).tolist() for d in range(3)] == [ids, [], ids[::-1] + ids]
+    with TokenWriter(tmp_path / "ours", file.dtype) as writer:
+        writer.add_document(ids)
+        writer.add_document([])
+        writer.add_sequence(ids[::-1])
+        writer.add_sequence(ids)
+        writer.end_document()
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (34 + 4 * 4687, struct.pack("<i", 2), "sequence 4687 has 2 tokens at byte 4687"),
+        (
+            34 + 12 * 1_200_000 + 8 * 9374,
+            bytes(8),
+            "document 4687 begins at sequence 4687, document 9374 at 0",
+        ),
+    ],
+)
+def test_a_large_index_is_checked_at_some_places(
+    at: int, value: bytes, message: str, tmp_path: Path
+) -> None:
+    count = 1_200_000  # of which every 4687th is looked at
+    header = Header(np.dtype("u1"), count, count + 1)
+    ones = np.ones(count, np.int32)
+    write_index(tmp_path / "x.idx", header, lambda: [ones], [np.arange(count + 1)])
+    (tmp_path / "x.bin").write_bytes(bytes(count))
+    assert IndexedTokens(tmp_path / "x").document(count - 1).tolist() == [0]
+    with (tmp_path / "x.idx").open("r+b") as file:
+        file.seek(at)
+        file.write(value)
     with pytest.raises(DataError, match=message):
         IndexedTokens(tmp_path / "x")
 

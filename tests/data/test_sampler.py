@@ -220,6 +220,8 @@ def test_validation_cut_by_hand() -> None:
 
 
 def test_evaluation_is_planned_before_it_begins() -> None:
-    assert EvaluationPlan.make(11, steps=10, global_batch_size=4) == EvaluationPlan(11, 3)
-    assert EvaluationPlan.make(100, steps=2, global_batch_size=4) == EvaluationPlan(8, 2)
-    assert EvaluationPlan.make(3, steps=1, global_batch_size=4) == EvaluationPlan(3, 1)
+    plan = EvaluationPlan.make([11, 0, 4, 1], global_batch_size=4)
+    parts = [(part.source, part.first, part.count) for part in plan.batches]
+    assert parts == [(0, 0, 4), (0, 4, 4), (0, 8, 3), (2, 0, 4), (3, 0, 1)]
+    assert (plan.samples, plan.num_batches) == (16, 5)
+    assert EvaluationPlan.make([0], global_batch_size=4).num_batches == 0

@@ -73,7 +73,8 @@ def single(
             training.column(curve, "loss")[-3:]
             for curve in (curves[family], run_training(workers, config))
         )
-        assert ((moved - stays).abs() > 1e-3 * stays).all(), "updates do not show in these curves"
+        shown = (moved - stays).abs().mean() > 1e-3 * stays.mean()
+        assert shown, "updates do not show in these curves"
     return curves
 
 

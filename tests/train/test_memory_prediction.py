@@ -134,7 +134,12 @@ def forward(config: Config, module: GPTStage, mesh: Mesh) -> Tensor:
     rows = train.micro_batch_size * train.seq_length // shards
     hidden = torch.randn(rows, config.model.hidden_size).to(dtype).requires_grad_()
     module.dropout_rng.seed(1, 2, 3)
-    out: Tensor = module(hidden, MicroBatch(tokens, tokens.clone(), None, 0))
+    starts = mask = None
+    if config.data.document_mask:  # documents of 3 tokens and of one, and what is left
+        starts = torch.tensor([0, 0, 0, 3, *[4] * (train.seq_length - 4)]).expand_as(tokens)
+        mask = torch.ones(tokens.shape)
+    batch = MicroBatch(tokens, tokens.clone(), mask, 0, document_starts=starts)
+    out: Tensor = module(hidden, batch)
     return out
 
 
@@ -184,6 +189,7 @@ def configurations(tmp_path: Path) -> Iterator[tuple[Config, ParallelLayout]]:
         if chunks == 1:
             values["parallel"]["schedule"] = draw.choice(("1f1b", "gpipe"))
         values["precision"]["name"] = draw.choice(("fp32", "bf16"))
+        values["data"]["document_mask"] = draw.random() < 0.4
         values["train"]["global_batch_size"] = 4 * dp
         if draw.random() < 0.3:
             values["optim"] |= {"name": "sgd", "momentum": draw.choice((0.0, 0.9))}
@@ -210,7 +216,7 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path: Path) -> None:
 
 
 RUNS = [
-    ("tp2pp2", "1f1b", ()),
+    ("tp2pp2", "1f1b", ("data.document_mask=true",)),
     ("pp2vpp2dp2zero3", "auto", ("train.recompute=selective",)),
     ("dp2zero2", "auto", ("parallel.offload=cpu", "train.offload_activations=true")),
     ("pp2", "gpipe", ("train.recompute=full", "train.recompute_layers=1")),

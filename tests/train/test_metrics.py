@@ -68,6 +68,7 @@ FIELDS = {
     "tokens",
     "samples",
     "step_time_s",
+    "data_wait_s",
     "tokens_per_second",
     "tflops_per_device",
     "mfu",

@@ -15,7 +15,7 @@ import torch
 
 from megads.config.schema import Config
 from megads.errors import CheckpointError, DamageError
-from tests.distributed import ROOT, Workers
+from tests.distributed import Workers
 from tests.training import (
     pool_info,
     read_checkpoint,
@@ -26,6 +26,7 @@ from tests.training import (
     write_tokens,
 )
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 EVERY = ["checkpoint.every=1", "checkpoint.keep=-1", "train.steps=6", "optim.total=6"]
 
 

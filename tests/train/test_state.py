@@ -35,7 +35,7 @@ def test_through_json_and_back() -> None:
     assert other.run_id != state.run_id
     other.restore(json.loads(json.dumps(state.to_dict())))
     assert other == state
-    assert set(state.to_dict()) == {"step", "samples", "tokens", "run_id"}
+    assert set(state.to_dict()) == {"step", "samples", "tokens", "run_id", "data_plan"}
     other.advance(BatchPlan(1, 1, 1, 1))
     assert state.step == 7, "to_dict gave values, not the object"
 
