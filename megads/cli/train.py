@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megads.errors import MegadsError
@@ -49,9 +50,11 @@ def work(arguments: Sequence[str]) -> NoReturn:
 
 def _launch(config: Config) -> int:
     """Check and prepare everything that needs no worker, then run the workers."""
+    from megads.checkpoint.directory import committed_steps
     from megads.config.directories import make_directories
     from megads.config.validate import check
     from megads.data.prepare import prepare_data
+    from megads.data.source import check_sources
     from megads.launch.local import Work, handed_over, launch_local
     from megads.launch.world import check_disk, check_fits, local_layout
 
@@ -63,7 +66,9 @@ def _launch(config: Config) -> int:
     check_disk(config, layout)
     logging.basicConfig(format="megads-train: %(message)s")
     logging.getLogger("megads.data").setLevel(logging.INFO)
-    prepare_data(config)
+    saved = committed_steps(Path(config.run.dir, "checkpoints"))
+    is_new = not saved and config.checkpoint.load is None
+    check_sources(config, prepare_data(config), is_new=is_new)
     with handed_over(config) as arguments:
         work = Work("megads.cli.train:work", preload="megads.train.loop")
         return launch_local(config, layout.world_size, work, arguments)

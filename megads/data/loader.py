@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +28,16 @@ from megads.data.sampler import (
     global_batch_positions,
     rank_slice,
 )
-from megads.data.source import Split, TokenSource
+from megads.data.source import (
+    Split,
+    TokenSource,
+    open_sources,
+    require_samples,
+    training_mixture,
+)
 from megads.errors import DataError
 from megads.parallel.batch import MicroBatch
 
-T = TypeVar("T")
 STEPS_AHEAD = 3
 """Steps whose batches are read in the background."""
 
@@ -75,14 +80,7 @@ class TokenLoader:
         self.document_mask = document_mask
         self.num_samples = sum(source.num_samples for source in self.sources)
         """Distinct samples of all sources together."""
-        if self.num_samples < 1:
-            raise DataError(
-                "; ".join(
-                    f"{source.file.bin_path}: {source.stop - source.start} tokens in this split, a "
-                    f"sample needs seq_length + 1 = {self.seq_length + 1}"
-                    for source in self.sources
-                )
-            )
+        require_samples(self.sources)
         self.planned = distinct([source.planned(seed) for source in self.sources])
         self.mixture = mixture or Mixture(None, (None,) * len(self.sources))
         self._size_after = size_after
@@ -237,27 +235,14 @@ class TokenLoader:
 def open_loader(
     config: Config, data: ResolvedData, split: Split, *, device: torch.device | str = "cpu"
 ) -> TokenLoader:
-    """The loader of a run's training or validation samples.
+    """The loader of a run's training or validation samples; see `open_sources`.
 
-    With `data.valid_paths` the training files are used whole and validation reads those files;
-    otherwise each source gives its last `data.valid_fraction` to validation. Weights, epochs,
-    limits and skips are for training; validation takes every sample once, so that its loss does
-    not depend on them.
+    Weights, epochs, limits and skips are for training; validation takes every sample once, so that
+    its loss does not depend on them.
     """
-    own_files, training = bool(data.valid), split == "train"
-    prefixes = data.train if training or not own_files else data.valid
-    part: Split = "train" if own_files else split
-    sources = [
-        TokenSource.open(
-            prefix,
-            config.train.seq_length,
-            split=part,
-            valid_fraction=0.0 if own_files else config.data.valid_fraction,
-        )
-        for prefix in prefixes
-    ]
+    sources = open_sources(config, data, split)
     once = Mixture(None, tuple(source.num_samples for source in sources))
-    train = config.train
+    train, training = config.train, split == "train"
     rampup = BatchRampup.make(train.batch_rampup, train.global_batch_size)
     try:
         return TokenLoader(
@@ -271,20 +256,3 @@ def open_loader(
         )
     except DataError as error:
         raise DataError(f"{split} data: {error}") from error
-
-
-def training_mixture(config: Config, sources: Sequence[TokenSource]) -> Mixture:
-    """What the configuration says about the sources; one value counts for all of them."""
-    data, number = config.data, len(sources)
-    epochs, limits = _for_each(data.epochs, number), _for_each(data.limits, number)
-    most: list[int | None] = []
-    for source, epoch, limit in zip(sources, epochs, limits, strict=True):
-        whole = None if epoch is None else int(epoch * source.num_samples)
-        most.append(min((n for n in (whole, limit) if n is not None), default=None))
-    return Mixture(data.weights, tuple(most), data.skip)
-
-
-def _for_each(values: tuple[T | None, ...] | None, number: int) -> tuple[T | None, ...]:
-    if values is None or len(values) == 1:
-        return (values or (None,)) * number
-    return values

@@ -1,24 +1,28 @@
-"""One split of a token file as samples, and what the file is known by. No torch."""
+"""The token files of a run as sources of samples: opened, known by content, enough. No torch."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from megads.config.schema import Config
 from megads.data.documents import document_starts
 from megads.data.indexed import IndexedTokens
-from megads.data.plan import PlannedSource
-from megads.data.sampler import Ids, cut_for_validation, num_samples
+from megads.data.plan import DataPlan, Mixture, PlannedSource
+from megads.data.prepare import ResolvedData
+from megads.data.sampler import BatchRampup, Ids, cut_for_validation, num_samples
+from megads.errors import DataError
 
 Split = Literal["train", "valid"]
+T = TypeVar("T")
 PROBES, PROBE_BYTES = 16, 4096
 """Evenly spaced pieces of a file, the first and the last bytes among them."""
 
@@ -83,6 +87,92 @@ class TokenSource:
             for piece in _pieces(path):
                 digest.update(piece)
         return digest.hexdigest()
+
+
+def open_sources(config: Config, data: ResolvedData, split: Split) -> list[TokenSource]:
+    """The token files of a split.
+
+    With `data.valid_paths` the training files are used whole and validation reads those files;
+    otherwise each source gives its last `data.valid_fraction` to validation.
+    """
+    own_files = bool(data.valid)
+    return [
+        TokenSource.open(
+            prefix,
+            config.train.seq_length,
+            split="train" if own_files else split,
+            valid_fraction=0.0 if own_files else config.data.valid_fraction,
+        )
+        for prefix in (data.valid if own_files and split == "valid" else data.train)
+    ]
+
+
+def require_samples(sources: Sequence[TokenSource]) -> None:
+    """Raise DataError when the sources hold no sample, with what each of them has."""
+    if any(source.num_samples for source in sources):
+        return
+    raise DataError(
+        "; ".join(
+            f"{source.file.bin_path}: {source.stop - source.start} tokens in this split, a sample "
+            f"needs seq_length + 1 = {source.seq_length + 1}"
+            for source in sources
+        )
+    )
+
+
+def training_mixture(config: Config, sources: Sequence[TokenSource]) -> Mixture:
+    """What the configuration says about the sources; one value counts for all of them."""
+    data, number = config.data, len(sources)
+    epochs, limits = _for_each(data.epochs, number), _for_each(data.limits, number)
+    most: list[int | None] = []
+    for source, epoch, limit in zip(sources, epochs, limits, strict=True):
+        whole = None if epoch is None else int(epoch * source.num_samples)
+        most.append(min((n for n in (whole, limit) if n is not None), default=None))
+    return Mixture(data.weights, tuple(most), data.skip)
+
+
+def require_supply(config: Config, plan: DataPlan, *, step: int, samples: int) -> None:
+    """Raise DataError if the plan's limits end before the run does.
+
+    The run has done `step` steps with `samples` samples.
+    """
+    supply, steps = plan.supply(), config.train.steps - step
+    if supply is None or steps <= 0:
+        return
+    train = config.train
+    rampup = BatchRampup.make(train.batch_rampup, train.global_batch_size)
+    total = rampup.consumed_after(steps, samples)
+    needed = plan.position(total - 1) + 1
+    if needed > supply:
+        skipped = needed - total
+        raise DataError(
+            f"train.steps={train.steps} needs {needed} samples"
+            + (f", {skipped} skipped ones included," if skipped else "")
+            + f" but data.epochs and data.limits allow {supply}; raise them or lower train.steps"
+        )
+
+
+def check_sources(config: Config, data: ResolvedData, *, is_new: bool) -> None:
+    """Find out before any worker starts what they would refuse: the files, and too few samples.
+
+    A run that is not new goes on with a plan of its own, which only the workers see.
+    """
+    if config.eval.every:
+        require_samples(open_sources(config, data, "valid"))
+    if not data.train:
+        return
+    sources = open_sources(config, data, "train")
+    require_samples(sources)
+    if is_new:
+        planned = [source.planned(config.train.seed) for source in sources]
+        plan = DataPlan.begin(planned, training_mixture(config, sources))
+        require_supply(config, plan, step=0, samples=0)
+
+
+def _for_each(values: tuple[T | None, ...] | None, number: int) -> tuple[T | None, ...]:
+    if values is None or len(values) == 1:
+        return (values or (None,)) * number
+    return values
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -29,7 +29,7 @@ def resume(parts: RunParts) -> None:
     own = store.candidates()
     if own or config.load is not None:
         _resume_from(parts, own)
-    for note in continue_plan(parts.config, parts.loader, parts.state, parts.rampup):
+    for note in continue_plan(parts.config, parts.loader, parts.state):
         parts.metrics.note(note)
 
 

@@ -13,7 +13,7 @@ from megads.data.loader import TokenLoader, open_loader
 from megads.data.order import DataOrder
 from megads.data.plan import DataPlan
 from megads.data.prepare import prepare_data
-from megads.data.sampler import BatchRampup
+from megads.data.source import require_supply
 from megads.data.streaming import StreamLoader, open_stream_loader
 from megads.errors import DataError
 from megads.parallel import collectives
@@ -62,7 +62,7 @@ def require_same_data(loaders: list[TokenLoader | StreamLoader], world: Axis) ->
 
 
 def continue_plan(
-    config: Config, loader: TokenLoader | StreamLoader, state: TrainState, rampup: BatchRampup
+    config: Config, loader: TokenLoader | StreamLoader, state: TrainState
 ) -> list[str]:
     """Have the loader go on where `state` is: what was read stays, the rest is planned anew.
 
@@ -80,7 +80,7 @@ def continue_plan(
         plan = DataOrder(before).continued(loader.planned, loader.mixture, state.samples)
         loader.follow(plan)
         notes += _changes(before, plan, plan.position(state.samples))
-    _require_supply(config, loader.plan, state, rampup)
+    require_supply(config, loader.plan, step=state.step, samples=state.samples)
     state.data_plan = loader.plan.to_dict()
     return notes
 
@@ -125,18 +125,3 @@ def _changes(before: DataPlan, after: DataPlan, position: int) -> Iterator[str]:
         f"data: planned anew from position {position} on: {', '.join(words) or 'other limits'}; "
         f"samples that were read are not read again in their epoch"
     )
-
-
-def _require_supply(config: Config, plan: DataPlan, state: TrainState, rampup: BatchRampup) -> None:
-    supply, steps = plan.supply(), config.train.steps - state.step
-    total = rampup.consumed_after(steps, state.samples)
-    if supply is None or steps <= 0:
-        return
-    needed = plan.position(total - 1) + 1
-    if needed > supply:
-        skipped = needed - total
-        raise DataError(
-            f"train.steps={config.train.steps} needs {needed} samples"
-            + (f", {skipped} skipped ones included," if skipped else "")
-            + f" but data.epochs and data.limits allow {supply}; raise them or lower train.steps"
-        )

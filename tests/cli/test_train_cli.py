@@ -116,6 +116,22 @@ def test_text_that_cannot_be_tokenized_is_refused_before_any_worker(
     assert list((tmp_path / "run" / "data").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("some words, " * 100, "train.steps=8 needs 16 samples but data.epochs and data.limits"),
+        ("few words", "a sample needs seq_length + 1 = 17"),
+    ],
+)
+def test_too_little_data_is_refused_before_any_worker(
+    tmp_path: Path, without_torch: str, text: str, named: str
+) -> None:
+    (tmp_path / "text.txt").write_text(text)
+    settings = ["data.paths=[text.txt]", "train.steps=8", "data.limits=5"]
+    done = _run(tmp_path, *TINY, *settings, PYTHONPATH=without_torch)
+    assert done.returncode == 2 and named in done.stderr, done.stderr
+
+
 def test_text_is_tokenized_before_torch_is_loaded(tmp_path: Path, without_torch: str) -> None:
     (tmp_path / "text.txt").write_text("some words, " * 100)
     done = _run(tmp_path, *TINY, "data.paths=[text.txt]", PYTHONPATH=without_torch)

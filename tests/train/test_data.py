@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from megads.config.schema import Config
 from megads.data.loader import TokenLoader, open_loader
 from megads.data.prepare import prepare_data
-from megads.data.sampler import BatchRampup, EpochOrder
+from megads.data.sampler import EpochOrder
+from megads.data.source import check_sources
 from megads.errors import DataError
 from megads.parallel.mesh import Mesh
 from megads.train.data import continue_plan, require_same_data
@@ -40,8 +41,7 @@ def opened(folder: Path, paths: list[str], *words: str) -> tuple[Config, TokenLo
 
 
 def go_on(config: Config, loader: TokenLoader, state: TrainState) -> list[str]:
-    rampup = BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size)
-    return continue_plan(config, loader, state, rampup)
+    return continue_plan(config, loader, state)
 
 
 def test_a_fresh_run_records_its_plan(tmp_path: Path, sources: list[str]) -> None:
@@ -105,8 +105,12 @@ def test_a_run_longer_than_its_limits(
     config, loader = opened(tmp_path, sources, "train.steps=100", *words)
     with pytest.raises(DataError, match=f"train.steps=.*{needed}"):
         go_on(config, loader, TrainState())
+    with pytest.raises(DataError, match=f"train.steps=.*{needed}"):  # and before any worker starts
+        check_sources(config, prepare_data(config), is_new=True)
+    check_sources(config, prepare_data(config), is_new=False)
     config, loader = opened(tmp_path, sources, *words, "train.steps=4")
     assert go_on(config, loader, TrainState()) == []
+    check_sources(config, prepare_data(config), is_new=True)
 
 
 def test_evaluation_tells_sources_apart(
