@@ -87,13 +87,17 @@ class Run:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=limit)
 
-    def workers(self) -> list[int]:
+    def processes(self) -> list[int]:
+        """The workers and what watches over them: everything below the launcher."""
         assert self.process is not None
-        found = []
+        below: dict[int, list[int]] = {}
         for entry in Path("/proc").glob("[0-9]*"):
             state, parent = state_and_parent(int(entry.name))
-            if parent == self.process.pid and state != "Z":
-                found.append(int(entry.name))
+            if state != "Z":
+                below.setdefault(parent, []).append(int(entry.name))
+        found = list(below.get(self.process.pid, []))
+        for pid in found:  # grows meanwhile
+            found += below.get(pid, [])
         return found
 
     def has_stepped(self) -> bool:
@@ -112,18 +116,17 @@ class Run:
             time.sleep(0.02)
 
     def kill(self, *, everything: bool, draw: random.Random) -> None:
-        """SIGKILL one worker, or the launcher and all workers; return when all are gone."""
+        """SIGKILL one process of the job, or the launcher and all; return when all are gone."""
         assert self.process is not None
-        workers = self.workers()
-        victims = [draw.choice(workers)] if workers and not everything else workers
-        for pid in victims if victims and not everything else [self.process.pid, *victims]:
+        job = self.processes()
+        for pid in [draw.choice(job)] if job and not everything else [self.process.pid, *job]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.wait()
         deadline = time.monotonic() + END_LIMIT_S
-        while any(state_and_parent(pid)[0] != "Z" for pid in workers):
+        while any(state_and_parent(pid)[0] != "Z" for pid in job):
             if time.monotonic() > deadline:
-                raise Wrong(f"workers {workers} are still there")
+                raise Wrong(f"processes {job} are still there")
             time.sleep(0.02)
 
     def wait(self, limit_s: float = END_LIMIT_S) -> int:

@@ -144,14 +144,13 @@ def resident_bytes(rank: int, world: int, config: Config, leak: int) -> list[int
     return after
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("leak", [0, 2**17])
+@pytest.mark.parametrize(("stage", "leak"), [(1, 0), (3, 0), (3, 2**17)])
 def test_resident_memory_does_not_grow_with_offload(
     tmp_path: Path, workers: Workers, stage: int, leak: int
 ) -> None:
     """From step 20 to 100 by less than 1 %; more than that when each step loses 128 KiB."""
     data = write_tokens(tmp_path / "tokens")
     options = [f"parallel.zero={stage}", "parallel.offload=nvme", "parallel.bucket_mb=0.01"]
-    config = tiny_config(tmp_path / "run", data, "gpt", "parallel.dp=2", *options)
-    for after in workers(2).run(resident_bytes, config, leak, timeout=120):
-        assert (after[-1] - after[19] < 0.01 * after[19]) is (leak == 0)
+    config = tiny_config(tmp_path / "run", data, "gpt", "parallel.dp=1", *options)
+    (after,) = workers(1).run(resident_bytes, config, leak, timeout=120)
+    assert (after[-1] - after[19] < 0.01 * after[19]) is (leak == 0)
