@@ -11,6 +11,7 @@ that use one group could meet in each other's collectives. `save` is the same, w
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,9 @@ from megads.config.model import ModelConfig
 from megads.errors import CheckpointError
 from megads.parallel.mesh import Axis
 from megads.parallel.pieces import Stored, TensorPiece
+
+NICENESS = 15
+"""Of the thread that writes a checkpoint while training goes on."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,8 @@ class CheckpointStore:
             files = early.result()
             return files + self._write(plan, copies, len(files))
 
-        values, executor = dict(state), ThreadPoolExecutor(1, thread_name_prefix="saving")
+        # On Linux niceness is a thread's own: training computes first where cores are few.
+        values, executor = dict(state), ThreadPoolExecutor(1, "saving", os.nice, (NICENESS,))
         self._in_flight = executor.submit(self._finish, plan, write, values, meta, doing)
         executor.shutdown(wait=False)
 
