@@ -61,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megads-preprocess: {error}", file=sys.stderr)
         return error.exit_status
     except OSError as error:
-        print(f"megads-preprocess: {error}", file=sys.stderr)
+        print(
+            f"megads-preprocess: cannot write {options.output}: {error.strerror}; what is done is "
+            f"kept, the same command continues",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("megads-preprocess: interrupted; the same command continues", file=sys.stderr)

@@ -21,9 +21,9 @@ def main() -> None:
     """The command. Exit status: 0 done, 2 bad configuration, 3 stopped and saved, 1 otherwise."""
     place = started()
     if place is None:
-        from megads.config.compose import run_with_hydra
-
         try:
+            from megads.config.compose import run_with_hydra
+
             sys.exit(run_with_hydra(_launch))
         except MegadsError as error:
             print(f"megads-train: {error}", file=sys.stderr)

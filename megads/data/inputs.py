@@ -19,15 +19,15 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megads.config.streams import HUB
 from megads.data.chunks import CHUNK_BYTES, Chunk, Input, LineRange, Lines, Passages
+from megads.data.extras import load_extra
 from megads.data.tables import open_table
 from megads.data.tokenizer import file_identity
 from megads.errors import DataError
 
-NEEDED = "needs the package {}: pip install 'megads[data]'"
 _JSON = (".jsonl", ".json")
 _PACKED = (".gz", ".zst")
 _ZSTD_READ_BYTES = 128
@@ -49,7 +49,7 @@ def open_input(spec: str | Path, key: str, split_on: str) -> Input:
         raise DataError(f"{path}: the string between documents of a text must not be empty")
     packed = path.suffix in _PACKED
     if path.suffix == ".zst":
-        _zstandard(path)
+        load_extra("zstandard", path)
     kind = path.with_suffix("").suffix if packed else path.suffix
     if kind not in _JSON:
         return TextFile(path, split_on.encode())
@@ -57,11 +57,10 @@ def open_input(spec: str | Path, key: str, split_on: str) -> Input:
 
 
 @dataclass(frozen=True)
-class LinesFile:
-    """Plain JSON lines: workers read their own ranges of the file."""
+class _File:
+    """What is known of any file before it is read."""
 
     path: Path
-    key: str
 
     @property
     def identity(self) -> str:
@@ -70,6 +69,13 @@ class LinesFile:
     @property
     def size(self) -> int:
         return self.path.stat().st_size
+
+
+@dataclass(frozen=True)
+class LinesFile(_File):
+    """Plain JSON lines: workers read their own ranges of the file."""
+
+    key: str
 
     def chunks(self) -> Iterator[Chunk]:
         size = self.size
@@ -78,19 +84,10 @@ class LinesFile:
 
 
 @dataclass(frozen=True)
-class PackedLinesFile:
+class PackedLinesFile(_File):
     """Compressed JSON lines: unpacked here, cut at line ends."""
 
-    path: Path
     key: str
-
-    @property
-    def identity(self) -> str:
-        return file_identity(self.path)
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
 
     def chunks(self) -> Iterator[Chunk]:
         blocks, line, done, rest = Blocks(self.path), 1, 0, bytearray()
@@ -106,19 +103,10 @@ class PackedLinesFile:
 
 
 @dataclass(frozen=True)
-class TextFile:
+class TextFile(_File):
     """Plain or compressed text, cut at its separators."""
 
-    path: Path
     separator: bytes
-
-    @property
-    def identity(self) -> str:
-        return file_identity(self.path)
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
 
     def chunks(self) -> Iterator[Chunk]:
         blocks, gap = Blocks(self.path), len(self.separator)
@@ -189,7 +177,7 @@ def _unpack_gzip(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 def _unpack_zstd(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """Frame by frame: the library's own reader takes a truncated file for a finished one."""
-    zstandard = _zstandard(path)
+    zstandard = load_extra("zstandard", path)
     # As wide as `zstd --long=31` writes.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
@@ -216,11 +204,3 @@ def _even_blocks(pieces: Iterator[bytes]) -> Iterator[bytes]:
             del buffer[:CHUNK_BYTES]
     if buffer:
         yield bytes(buffer)
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError(f"{path} {NEEDED.format('zstandard')}") from error
-    return zstandard

@@ -1,7 +1,7 @@
 """Walking a data plan: from samples consumed to sources and sample ids. Pure: no torch.
 
 Sample ids are numbers within a source. A source goes through its samples epoch by epoch in a
-permutation of each epoch (`EpochOrder`), whatever the segments and skips do around it.
+permutation of each epoch (`samples_of`), whatever the segments and skips do around it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megads.data.blend import integer_weights
@@ -29,7 +29,7 @@ class PlannedSource:
     """One source of samples, known by what it holds and not by where it lies.
 
     `identity` stands for the content, the range of tokens and the sample length; the same with
-    another `seed` is another order and so another source. `key` is the seed of its `EpochOrder`.
+    another `seed` is another order and so another source. `key` is the seed of its order.
     """
 
     name: str
@@ -98,11 +98,6 @@ class DataPlan:
                 break
             position += after - first
         return position
-
-    def skipping(self, consumed: int, count: int) -> DataPlan:
-        """The plan in which the next `count` samples after `consumed` are left out."""
-        here = self.position(consumed), self.position(consumed + count)
-        return replace(self, skips=merged((*self.skips, here)))
 
     def continued(
         self,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError
 
 Ids = NDArray[np.int64]
 
@@ -37,34 +37,14 @@ def num_samples(num_tokens: int, seq_length: int) -> int:
     return max(0, (num_tokens - 1) // seq_length)
 
 
-@dataclass(frozen=True)
-class EpochOrder:
-    """Positions of an endless stream to sample ids, each id once in every epoch.
-
-    The permutation of an epoch is a balanced Feistel network over the next power of two, walked
-    until it lands inside the range (Black and Rogaway 2002): constant memory, any position in
-    constant time, so resuming at any sample costs nothing.
-
-    Raises DataError when there are no samples.
-    """
-
-    num_samples: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise DataError("the data holds no sample: there are fewer than seq_length + 1 tokens")
-
-    def ids(self, positions: Ids) -> Ids:
-        """Sample ids at these positions, int64 of the same shape."""
-        positions = np.asarray(positions, dtype=np.int64)
-        return samples_of(np.zeros_like(positions), positions, [self.num_samples], [self.seed])
-
-
 def samples_of(source: Ids, positions: Ids, sizes: Sequence[int], seeds: Sequence[int]) -> Ids:
-    """Sample ids at positions of several sources' streams at once, int64 of the same shape.
+    """Sample ids at positions of the endless streams of sources, int64 of the same shape.
 
-    `source`: which one each position is of; `sizes`, `seeds`: of each source's `EpochOrder`.
+    `source`: which one each position is of; `sizes`, `seeds`: of each source. A source gives each
+    of its samples, at least one, once in every epoch. The permutation of an epoch is a balanced
+    Feistel network over the next power of two, walked until it lands inside the range (Black and
+    Rogaway 2002): constant memory, any position in constant time, so resuming at any sample costs
+    nothing.
     """
     size = np.asarray(sizes, dtype=np.int64)[source]
     epoch, inside = np.divmod(positions, size)

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from megads.config.schema import Config
 from megads.config.streams import HUB, HubName, num_lanes
+from megads.data.extras import load_extra, missing_extra
 from megads.data.preprocess import FORM_FEED, read_documents
 from megads.errors import DataError
 
-NEEDED = "data.source=streaming needs the package `datasets`: pip install 'megads[data]'"
+_SETTING = "data.source=streaming"
 
 
 class Records(Protocol):
@@ -40,7 +41,7 @@ def check_stream(config: Config) -> None:
         check_record(_first_record(config), config)
         return
     if find_spec("datasets") is None:
-        raise DataError(NEEDED)
+        raise missing_extra("datasets", _SETTING)
     for path in data.paths:
         next(read_documents(path, data.text_key, FORM_FEED), None)
     found = sum(1 for _ in islice(_file_records(data.paths, data.text_key), lanes))
@@ -84,11 +85,7 @@ def open_stream(config: Config) -> Any:
 
     Raises DataError when the library is missing or the data set cannot be opened.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(NEEDED) from error
-    data = config.data
+    datasets, data = load_extra("datasets", _SETTING), config.data
     if not data.paths[0].startswith(HUB):
         arguments = {"files": list(data.paths), "key": data.text_key}
         return datasets.IterableDataset.from_generator(_file_records, gen_kwargs=arguments)

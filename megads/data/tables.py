@@ -15,6 +15,7 @@ from typing import Any
 
 from megads.config.streams import HUB, HubName
 from megads.data.chunks import CHUNK_BYTES, Chunk, Input, Rows
+from megads.data.extras import load_extra
 from megads.data.tokenizer import file_identity
 from megads.errors import DataError
 
@@ -44,15 +45,11 @@ class ParquetInput:
             self._check(file.schema_arrow)
 
     def _open(self) -> Any:
+        pyarrow = load_extra("pyarrow", self.path)
+        from pyarrow import parquet
+
         try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise DataError(
-                f"{self.path} needs the package pyarrow: pip install 'megads[data]'"
-            ) from error
-        try:
-            return pyarrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=CHUNK_BYTES)
+            return parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=CHUNK_BYTES)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.path}: damaged or not a Parquet file ({error})") from error
 
@@ -122,10 +119,7 @@ def _open_dataset(spec: str, key: str) -> DatasetInput:
             f"{spec}: a folder that datasets did not save; name its files, or {HUB}{spec} to have "
             f"datasets look for some"
         )
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"{spec} needs the package datasets: pip install 'megads[data]'") from error
+    datasets = load_extra("datasets", spec)
     files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else ()
     identity = "\n".join([spec, *map(file_identity, files)])
     try:

@@ -26,6 +26,7 @@ from megads.config.tokenizer_files import (
     TIKTOKEN,
     tokenizer_companions,
 )
+from megads.data.extras import load_extra
 from megads.data.packing import Ids, packed
 from megads.errors import DataError
 
@@ -64,7 +65,7 @@ class TiktokenTokenizer:
 def load_encoding(spec: str) -> TiktokenTokenizer:
     """`tiktoken:NAME`. Raises DataError for a name that is not known or cannot be fetched."""
     name = spec.removeprefix(TIKTOKEN)
-    tiktoken = _library(spec)
+    tiktoken = load_extra("tiktoken", f"tokenizer {spec}")
     if name not in (known := tiktoken.list_encoding_names()):
         raise DataError(f"tokenizer {spec}: tiktoken knows {', '.join(sorted(known))}")
     try:
@@ -78,7 +79,7 @@ def load_encoding(spec: str) -> TiktokenTokenizer:
 
 def load_ranks(path: Path) -> TiktokenTokenizer:
     """A `.tiktoken` file. Raises DataError naming it, or the .json beside it, when damaged."""
-    tiktoken = _library(str(path))
+    tiktoken = load_extra("tiktoken", f"tokenizer {path}")
     ranks = _read_ranks(path)
     pattern, specials = CL100K_PATTERN, {"<|endoftext|>": max(ranks.values()) + 1}
     beside = tokenizer_companions(path)[1:]
@@ -120,13 +121,3 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     if len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
         raise DataError(f"{path}: ranks must differ and be 0 or more")
     return ranks
-
-
-def _library(what: str) -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise DataError(
-            f"tokenizer {what} needs the package tiktoken: pip install 'megads[data]'"
-        ) from error
-    return tiktoken

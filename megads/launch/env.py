@@ -151,8 +151,10 @@ def launcher_pid() -> int | None:
     return int(pid) if pid else None
 
 
-def become_worker(rank: int, world_size: int, addr: str, port: int, error_file: Path) -> None:
-    """Make this process, forked by the local supervisor, a worker: it gets torchrun's variables.
+def become_worker(
+    rank: int, world_size: int, addr: str, port: int, error_file: Path, supervisor: int
+) -> None:
+    """Make this process, forked by process `supervisor`, a worker: it gets torchrun's variables.
 
     The supervisor listens at `addr`:`port` with the store in which the workers meet.
     """
@@ -168,7 +170,7 @@ def become_worker(rank: int, world_size: int, addr: str, port: int, error_file: 
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            LAUNCHER_PID: str(os.getppid()),
+            LAUNCHER_PID: str(supervisor),
         }
     )
 

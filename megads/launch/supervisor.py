@@ -78,7 +78,7 @@ class Workers:
         The port is taken by listening on it, so two jobs can never meet in one store.
         """
         listener = socket.create_server((LOOPBACK, 0), backlog=nproc)
-        port = listener.getsockname()[1]
+        port, mine = listener.getsockname()[1], os.getpid()
         gc.freeze()  # a collection in a worker would touch, and so copy, all that is shared
         for rank in range(nproc):
             with warnings.catch_warnings():  # about the idle threads of numerical libraries
@@ -86,7 +86,7 @@ class Workers:
                 pid = os.fork()
             if pid == 0:
                 listener.close()
-                become_worker(rank, nproc, LOOPBACK, port, self.error_file(rank))
+                become_worker(rank, nproc, LOOPBACK, port, self.error_file(rank), mine)
                 _work(entry, arguments)
             self.running[rank] = pid
         if nproc == 1:
@@ -157,10 +157,11 @@ class Signals:
                 signal.signal(number, handler)
 
     def take(self) -> list[signal.Signals]:
-        """What has arrived since the last call."""
-        taken = []
+        """What has arrived since the last call: SIGUSR1, or SIGTERM for any request to stop."""
+        taken: list[signal.Signals] = []
         while self.pending:
-            taken.append(self.pending.pop(0))
+            number = self.pending.pop(0)
+            taken.append(number if number is signal.SIGUSR1 else signal.SIGTERM)
         return taken
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -173,8 +174,8 @@ def supervise(
     """Run `entry(arguments)` in `nproc` forked workers until all have ended; the bad ends.
 
     Each gets torchrun's variables. When one fails the others are told to leave and, GRACE_S later,
-    killed. `signals`, already installed, are passed on: SIGUSR1 as it is, any other as SIGTERM, for
-    which a worker finishes its step and saves. `directory` takes the workers' error files.
+    killed. `signals`, already installed, are passed on: a worker finishes its step and saves.
+    `directory` takes the workers' error files.
     """
     workers = Workers(directory)
     # A signal must find either the workers listed here or, in a worker, its own handlers.
@@ -184,7 +185,7 @@ def supervise(
     end_with(launcher_pid())
     while workers.running:
         for number in signals.take():
-            workers.send(number if number is signal.SIGUSR1 else signal.SIGTERM)
+            workers.send(number)
         workers.collect()
         time.sleep(POLL_S)
     return sorted(workers.ends, key=lambda end: end.rank)

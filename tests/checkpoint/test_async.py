@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megads.checkpoint import io, snapshot
-from megads.checkpoint.store import CheckpointStore
+from megads.checkpoint.store import NICENESS, CheckpointStore
 from megads.errors import CheckpointError
 from megads.parallel.layout import ParallelLayout
 from megads.parallel.mesh import Axis
@@ -100,6 +101,23 @@ def test_stored_pieces_are_on_the_disk_before_training_goes_on(tmp_path, gate):
     store.wait()
     saved = read_checkpoint(tmp_path / "step-1")
     assert saved["param/a"].tolist() == [0, 1, 2, 3] and saved["param/b"].tolist() == [1, 1, 1]
+
+
+def test_the_writer_gives_way_to_training(tmp_path, monkeypatch):
+    """Niceness is a thread's own: that of the writer is higher, training's stays."""
+    seen, real = [], io.write_file
+
+    def write_file(path: Path, pieces: Any) -> Any:
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return real(path, pieces)
+
+    monkeypatch.setattr(io, "write_file", write_file)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    store = CheckpointStore(tmp_path, ALONE)
+    begin(store, 1, piece(torch.arange(5.0)))
+    store.wait()
+    assert seen == [min(mine + NICENESS, 19)] and mine < 19
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
 def test_one_save_is_in_flight_and_one_buffer_is_used(tmp_path):

@@ -43,8 +43,11 @@ class Run:
         ledger.sync()
         ledger.close()
 
-    def change(self, sources: list[PlannedSource], weights: tuple[float, ...]) -> None:
-        mixture = Mixture(weights, (None,) * len(sources))
+    def change(
+        self, sources: list[PlannedSource], weights: tuple[float, ...], skip: int = 0
+    ) -> None:
+        here = self.order.plan.position(self.samples)
+        mixture = Mixture(weights, (None,) * len(sources), ((here, here + skip),))
         self.order = DataOrder(self.order.continued(sources, mixture, self.samples))
 
     def back_to(self, step: int, samples: int, order: DataOrder) -> None:
@@ -61,7 +64,7 @@ def run(tmp_path: Path) -> Run:
     run.go(4, 4, 6)
     run.change([A, B], (0.5, 0.5))
     run.go(6, 6)
-    run.order = DataOrder(run.order.plan.skipping(run.samples, 5))
+    run.change([A, B], (0.5, 0.5), skip=5)
     run.go(6)
     run.change([A, C], (2, 1))
     run.go(6, 6, 6, 6)

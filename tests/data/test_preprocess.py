@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import struct
 import subprocess
@@ -166,6 +167,30 @@ def write_numbers(path: Path, count: int) -> None:
     lines = (json.dumps({"text": f"{i} " * (i % 800)}) + "\n" for i in range(count))
     data = "".join(lines).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def test_a_full_disk_is_told_and_continued(tmp_path: Path) -> None:
+    """The real command, of which no file may grow beyond 2 MB at first."""
+    write_numbers(tmp_path / "a.jsonl", 3000)
+    preprocess([tmp_path / "a.jsonl"], str(tmp_path / "whole"), "byte")
+    command = [sys.executable, "-m", "megads.cli.preprocess", "--input", "a.jsonl", "--output", "x"]
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        sizes = (limit, resource.RLIM_INFINITY)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, sizes),
+        )
+
+    full = run(2_000_000)
+    assert full.returncode == 1 and "cannot write x: File too large" in full.stderr
+    assert "Traceback" not in full.stderr and not (tmp_path / "x.bin").exists()
+    assert run(resource.RLIM_INFINITY).returncode == 0
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"x.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
 
 
 @pytest.mark.parametrize(("suffix", "workers"), [("", 2), (".gz", 1)])

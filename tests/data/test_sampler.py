@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from megads.data.sampler import (
     BatchRampup,
-    EpochOrder,
     EvaluationPlan,
     cut_for_validation,
     global_batch_positions,
     num_samples,
     rank_slice,
+    samples_of,
 )
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -37,22 +37,22 @@ def test_samples_of_short_and_exact_corpora(lengths: list[int], seq: int, expect
     assert num_samples(sum(lengths), seq) == expected
 
 
-def test_no_samples_is_an_error() -> None:
-    with pytest.raises(DataError, match="no sample"):
-        EpochOrder(0, seed=1)
+def ids_of(n: int, seed: int, positions: np.ndarray) -> np.ndarray:
+    """Of a single source."""
+    return samples_of(np.zeros_like(positions), positions, [n], [seed])
 
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**30))
 def test_each_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
-    ids = EpochOrder(n, seed).ids(np.arange(epoch * n, (epoch + 1) * n))
+    ids = ids_of(n, seed, np.arange(epoch * n, (epoch + 1) * n))
     assert sorted(ids.tolist()) == list(range(n))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     n = 500
     runs = {
-        (seed, epoch): tuple(EpochOrder(n, seed).ids(np.arange(epoch * n, (epoch + 1) * n)))
+        (seed, epoch): tuple(ids_of(n, seed, np.arange(epoch * n, (epoch + 1) * n)))
         for seed in (0, 1, 2**40)
         for epoch in (0, 1, 2)
     }
@@ -90,7 +90,7 @@ def scalar_order(n: int, seed: int, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 17, 1000])
 def test_the_order_is_the_documented_one(n: int) -> None:
-    ids = EpochOrder(n, seed=77).ids(np.arange(3 * n)).tolist()
+    ids = ids_of(n, 77, np.arange(3 * n)).tolist()
     assert ids == [i for epoch in range(3) for i in scalar_order(n, 77, epoch)]
 
 
@@ -98,7 +98,7 @@ def test_the_order_never_changes() -> None:
     """Other values here would mean other data for every resumed run."""
     first = [6, 5, 4, 3, 8, 0, 7, 1, 9, 2]
     second = [2, 1, 4, 7, 8, 0, 5, 9, 3, 6]
-    assert EpochOrder(10, 1234).ids(np.arange(20)).tolist() == first + second
+    assert ids_of(10, 1234, np.arange(20)).tolist() == first + second
 
 
 def test_the_order_is_as_good_as_random() -> None:
@@ -107,7 +107,7 @@ def test_the_order_is_as_good_as_random() -> None:
     counts = np.zeros((n, n))
     follows = np.zeros((n, n))
     for seed in range(trials):
-        ids = EpochOrder(n, seed).ids(np.arange(n))
+        ids = ids_of(n, seed, np.arange(n))
         counts[np.arange(n), ids] += 1
         follows[ids[:-1], ids[1:]] += 1
     expected = trials / n
@@ -119,16 +119,15 @@ def test_the_order_is_as_good_as_random() -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_samples() -> None:
-    order = EpochOrder(10**15, seed=3)
-    ids = order.ids(np.arange(3 * 10**15 - 4, 3 * 10**15 + 4))
+    ids = ids_of(10**15, 3, np.arange(3 * 10**15 - 4, 3 * 10**15 + 4))
     assert len(set(ids.tolist())) == 8
     assert ids.min() >= 0
     assert ids.max() < 10**15
 
 
 def steps_of(n: int, batch: int, steps: range) -> list[int]:
-    order = EpochOrder(n, seed=7)
-    return [i for step in steps for i in order.ids(global_batch_positions(step * batch, batch))]
+    batches = (global_batch_positions(step * batch, batch) for step in steps)
+    return [int(i) for positions in batches for i in ids_of(n, 7, positions)]
 
 
 def test_resuming_inside_an_epoch_repeats_and_loses_nothing() -> None:

@@ -171,8 +171,8 @@ def test_variables_of_a_process_to_be_started_leave_this_one_alone(
 def test_a_forked_process_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
     assert env.started() is None
-    env.become_worker(2, 4, "127.0.0.1", 1234, Path("/x/error-2.json"))
-    assert env.started() == env.Started(2, 2, os.getppid(), Path("/x/error-2.json"))
+    env.become_worker(2, 4, "127.0.0.1", 1234, Path("/x/error-2.json"), supervisor=77)
+    assert env.started() == env.Started(2, 2, 77, Path("/x/error-2.json"))
     info = env.rank_info("gloo")
     assert info is not None
     assert (info.rank, info.world_size, info.local_world_size, info.node) == (2, 4, 4, 0)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megads.config.schema import Config
 from megads.data.loader import TokenLoader, open_loader
 from megads.data.prepare import prepare_data
-from megads.data.sampler import EpochOrder
+from megads.data.sampler import samples_of
 from megads.data.source import check_sources
 from megads.errors import DataError
 from megads.parallel.mesh import Mesh
@@ -58,7 +58,8 @@ def test_a_checkpoint_from_before_plans_goes_on_in_its_order(
     """One source was read by the run's seed, then; the rest of it still is, now and later."""
     config, loader = opened(tmp_path, sources[:1])
     total = loader.num_samples
-    old = EpochOrder(total, seed=config.train.seed).ids(np.arange(3 * total)).tolist()
+    places = np.arange(3 * total)
+    old = samples_of(np.zeros_like(places), places, [total], [config.train.seed]).tolist()
     assert loader.sample_ids(0, total) != old[:total]
     state = TrainState(step=2, samples=16)
     assert go_on(config, loader, state) == []
