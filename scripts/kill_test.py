@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from kill_run import FILE_LIMIT, START_LIMIT_S, WORDS, Run, Wrong, curve, damage, without_space
 
+from kill_run import FILE_LIMIT, START_LIMIT_S, WORDS, Run, Wrong, curve, damage, without_space
 from megads.data.indexed import TokenWriter
 
 DISK_BYTES = 64 << 20

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from proc import memory_mb
-from tokens import write_random_tokens
 
 from megads.data.loader import TokenLoader
 from megads.data.source import TokenSource
 from megads.data.token_format import CHUNK, Header, write_index
+from proc import memory_mb
+from tokens import write_random_tokens
 
 SEQ, VOCAB = 1024, 50257
 BATCH, STEP = 8, 64

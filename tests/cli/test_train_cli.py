@@ -177,6 +177,8 @@ def test_interrupted_before_there_are_workers(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "model=gpt-tiny", "run.dir=run", "data.paths=[long.txt]"],
         cwd=tmp_path,
+        # As in a terminal; a shell has what it runs in the background ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env=_environment(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
