@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,11 @@ from megads.data.tokenizer import (
     require_eod,
     tokenizer_identity,
 )
+from megads.data.unfinished import BusyError
 from megads.errors import DataError
 
 _CORPUS = Path(__file__).with_name("corpus") / "shakespeare.txt.gz"
+_POLL_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -92,13 +95,16 @@ def _token_prefix(path: str, config: Config) -> str:
         parts.append(tokenizer_identity(data.tokenizer))
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     prefix = str(Path(config.run.dir) / "data" / f"{text.name.split('.')[0]}-{digest}")
-    if not indexed.exists(prefix):
+    while not indexed.exists(prefix):
         _log.info("tokenizing %s into %s", text, prefix)
         try:
             stats = preprocess([text], prefix, data.tokenizer, append_eod=data.append_eod)
+        except BusyError:  # a rank of this node, or another job: what it makes serves all
+            time.sleep(_POLL_S)
         except OSError as error:
             raise DataError(f"cannot write {prefix}.bin: {error}") from error
-        _log.info("%d documents, %d tokens", stats.documents, stats.tokens)
+        else:
+            _log.info("%d documents, %d tokens", stats.documents, stats.tokens)
     return prefix
 
 

@@ -25,6 +25,10 @@ from megads.data.token_format import CHUNK, Header, PendingPair, sync_and_close,
 from megads.errors import DataError
 
 
+class BusyError(DataError):
+    """Another process is writing the same output."""
+
+
 @dataclass
 class Totals:
     """What is done; bytes as in `Chunk`."""
@@ -55,7 +59,7 @@ class UnfinishedTokens:
     """The folder of one job, locked; `totals` say where to go on.
 
     `commit_every`: seconds between marks, that is, the work that a sudden end can cost. Raises
-    DataError when another process is writing the same output.
+    BusyError when another process is writing the same output.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any], job: str, commit_every: float) -> None:
@@ -162,7 +166,7 @@ def _locked(folder: Path) -> BinaryIO:
             continue
         except BlockingIOError as error:
             lock.close()
-            raise DataError(
+            raise BusyError(
                 f"{folder}: another process is writing this output; wait for it, or choose another"
             ) from error
         lock.close()

@@ -3,6 +3,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from megads.data.loader import open_loader
 from megads.data.prepare import prepare_data
 from megads.errors import DataError
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 CORPUS = Path(megads.data.__file__).parent / "corpus"
 
 
@@ -75,6 +78,52 @@ def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path: Path) -> Non
     Path(without.train[0] + ".idx").unlink()
     assert prepare_data(config(tmp_path / "run", paths=[str(text)], append_eod=False)) == without
     assert IndexedTokens(without.train[0]).num_documents == 1
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from megads.data.prepare import prepare_data
+from tests.data.test_prepare import config
+text, run = sys.argv[1:]
+print(Path(prepare_data(config(Path(run), paths=[text])).train[0] + ".bin").read_bytes() != b"")
+"""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_and_jobs_that_start_at_once(shared: bool, tmp_path: Path) -> None:
+    """One tokenizes and the others wait, or each in a directory of its own: the same tokens."""
+    text = tmp_path / "text" / "a.txt"
+    text.parent.mkdir()
+    text.write_text("a line of text\n" * 400_000)
+    runs = [tmp_path / ("run" if shared else f"run{n}") for n in range(3)]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PREPARE, str(text), str(run)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        for run in runs
+    ]
+    for job in jobs:
+        output, _ = job.communicate(timeout=120)
+        assert (job.returncode, output) == (0, "True\n")
+    files = [sorted((run / "data").iterdir()) for run in runs]
+    assert all([file.suffix for file in found] == [".bin", ".idx"] for found in files)
+    assert len({tuple(file.read_bytes() for file in found) for found in files}) == 1
+    assert [file.name for file in text.parent.iterdir()] == ["a.txt"], "beside the text: nothing"
+
+
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words, " * 40)
+    settings = config(tmp_path / "run", paths=[str(tmp_path / "a.txt")])
+    whole = Path(prepare_data(settings).train[0] + ".bin")
+    open_loader(settings, prepare_data(settings), "train").close()
+    whole.write_bytes(whole.read_bytes()[:-2])
+    with pytest.raises(DataError, match=rf"{whole}: 960 bytes, .* describes 962 bytes"):
+        open_loader(settings, prepare_data(settings), "train")
 
 
 def test_token_files_are_used_where_they_are(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from megads.data.prepare import prepare_data
 from megads.data.sampler import samples_of
 from megads.data.source import check_sources
 from megads.errors import DataError
+from megads.parallel.layout import ParallelLayout
 from megads.parallel.mesh import Mesh
 from megads.train.data import continue_plan, require_same_data
 from megads.train.state import TrainState
 from tests import training
-from tests.distributed import Workers
+from tests.distributed import Workers, mesh_for
 from tests.parity import dense
 from tests.training import run_training, tiny_config, write_tokens
 
@@ -152,3 +153,34 @@ def test_ranks_that_read_other_files(
     )
     with pytest.raises(DataError, match=r"b: rank 1 reads other content \(another\) than rank 0"):
         require_same_data([loader], world)
+
+
+def samples_seen(rank: int, world: int, config: Config, delay_s: float) -> list[list[int]]:
+    """What this rank reads, when the rank that tokenizes takes its time."""
+    import time
+
+    from megads.train import data
+
+    original = data.prepare_data
+
+    def slow(config: Config) -> object:
+        if rank == 0:
+            time.sleep(delay_s)
+        return original(config)
+
+    data.prepare_data = slow  # type: ignore[assignment]
+    try:
+        loader, _ = data.build_loaders(config, mesh_for(ParallelLayout(tp=world), rank))
+    finally:
+        data.prepare_data = original
+    tokens = [row for batch in loader.batches(0, 4, 2, 1, 0) for row in batch.tokens.tolist()]
+    loader.close()
+    return tokens
+
+
+def test_nobody_reads_what_is_not_there_yet(tmp_path: Path, workers: Workers) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question " * 30)
+    words = [f"data.paths=[{tmp_path / 'a.txt'}]", "model.vocab_size=257"]
+    config = tiny_config(tmp_path / "run", "", "gpt", *words)
+    first, second = workers(2).run(samples_seen, config, 1.5)
+    assert first == second and len(first) == 4
