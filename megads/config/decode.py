@@ -66,7 +66,7 @@ def schema_defaults(group: type[BaseModel] = Config) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for name, field in group.model_fields.items():
         inner = group_of(field.annotation)
-        if inner is not None and field.is_required():
+        if inner is not None and (field.is_required() or field.default_factory is not None):
             defaults[name] = schema_defaults(inner)
         elif field.is_required():
             defaults[name] = "???"

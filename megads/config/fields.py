@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -36,6 +37,19 @@ def _one_for_all(value: Any) -> Any:
     return (value,) if isinstance(value, int | float | str) else value
 
 
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
+
+
+def _seconds(value: Any) -> Any:
+    """`3h50m`, `90m` or `12.5` in seconds; anything else as it is, to be refused."""
+    if not isinstance(value, str) or not (found := _DURATION.fullmatch(value.strip())):
+        return value
+    if not any(found.groups()):
+        return value
+    return sum(float(n) * unit for n, unit in zip(found.groups(), _UNITS_S, strict=True) if n)
+
+
 NUMBER = BeforeValidator(_refuse_bool)
 Integer = Annotated[int, NUMBER]
 Positive = Annotated[int, Field(ge=1), NUMBER]
@@ -43,6 +57,8 @@ NonNegative = Annotated[int, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), NUMBER]
+Duration = Annotated[float, Field(gt=0.0, allow_inf_nan=False), BeforeValidator(_seconds), NUMBER]
+Names = Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_is_a_list)]
 T = TypeVar("T")
 PerSource = Annotated[tuple[T | None, ...] | None, BeforeValidator(_one_for_all)]

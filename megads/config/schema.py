@@ -17,7 +17,6 @@ from megads.config.fields import (
     NUMBER,
     Fraction,
     Group,
-    Integer,
     NonNegative,
     NonNegativeFloat,
     Paths,
@@ -26,6 +25,7 @@ from megads.config.fields import (
     PositiveFloat,
 )
 from megads.config.model import ModelConfig
+from megads.config.operation import CheckpointConfig, LaunchConfig, LoggingConfig
 
 
 class ParallelConfig(Group):
@@ -75,8 +75,21 @@ class TrainConfig(Group):
     offload_activations: bool = False
     """Keep what blocks save for backward in host memory meanwhile; with recompute=full that is
     each block's input alone."""
-    nonfinite: Literal["skip", "stop"] = "stop"
-    """What a non-finite loss or gradient norm does. fp16 overflows are always skipped."""
+    nonfinite: Literal["skip", "stop", "rewind"] = "stop"
+    """What a non-finite loss or gradient norm does: leave the update out, end the run, or go back
+    to the newest checkpoint and leave out the samples. fp16 overflows are always skipped."""
+    spike: Literal["off", "skip", "stop", "rewind"] = "off"
+    """What a spike of the loss or the gradient norm does; off: nothing is a spike."""
+    spike_loss: PositiveFloat | None = 2.0
+    """A loss above this many times the median of the last good steps is a spike; None: none is."""
+    spike_norm: PositiveFloat | None = 10.0
+    """The same of the gradient norm."""
+    spike_window: Positive = 20
+    """Good steps that the medians are taken over; before there are so many nothing is a spike."""
+    rewind_skip: Positive = 1
+    """Global batches that a rewind leaves out, the last of them that of the bad step."""
+    max_rewinds: NonNegative = 3
+    """Rewinds after which the next bad step ends the run."""
 
 
 class EvalConfig(Group):
@@ -174,51 +187,6 @@ class DataConfig(Group):
     every batch, fixed for the life of a run. None: 8, or as much of it as divides the batch."""
     shuffle_buffer: NonNegative = 0
     """Documents of a lane that are shuffled with each other, block by block; 0 or 1 not at all."""
-
-
-class CheckpointConfig(Group):
-    """When checkpoints are written and what a run starts from."""
-
-    every: NonNegative = 0
-    """Save every this many steps and after the last one; 0 only after the last one."""
-    keep: Integer = -1
-    """How many of the newest checkpoints stay; -1 all."""
-    async_save: bool = True
-    """Write in the background: training waits only while the state is copied to host memory."""
-    on_error: Literal["stop", "continue"] = "stop"
-    """What a save that failed (a full disk) does; the last save of a run always has to succeed."""
-    load: str | None = None
-    """Checkpoint to start from when run.dir holds none of its own."""
-    load_what: Literal["all", "weights", "optimizer"] = "all"
-    """What is taken from `load`: optimizer means weights and optimizer, but not the step and the
-    position in the data."""
-    on_damage: Literal["previous", "stop"] = "previous"
-    """What a damaged checkpoint does: take the newest one that is whole, or end the run."""
-    save_last: bool = True
-    """Save after the last step."""
-
-
-class LoggingConfig(Group):
-    """What is reported and where."""
-
-    every: Positive = 1
-    """Steps between lines of metrics.jsonl and of the console."""
-    activations: bool = False
-    """Measure what forward passes keep for backward ones, which costs a little time."""
-    peak_tflops: PositiveFloat | None = None
-    """Peak of one device in TFLOP/s, for MFU; None looks the device up."""
-
-
-class LaunchConfig(Group):
-    """How worker processes are set up."""
-
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    timeout_s: PositiveFloat = 600.0
-    """A collective that waits longer than this ends the job."""
-    tune_allocator: bool = True
-    """On CPU, let glibc keep large buffers; variables that are already set are left alone."""
-    threads: Positive | None = None
-    """CPU threads per worker; None: cores / workers."""
 
 
 class RunConfig(Group):
