@@ -10,9 +10,13 @@ STOPPED_STATUS = 3
 
 
 class MegadsError(Exception):
-    """Base of every error whose message is written for the user; no traceback is needed."""
+    """Base of every error whose message is written for the user; no traceback is needed.
+
+    `may_pass`: starting the job again may help.
+    """
 
     exit_status = 1
+    may_pass = False
 
 
 class ConfigError(MegadsError):
@@ -54,6 +58,12 @@ class KernelUnavailable(MegadsError):
 
 class NonFiniteError(MegadsError):
     """The loss or the gradient norm is not finite and the configuration says to stop."""
+
+
+class HangError(MegadsError):
+    """A rank made no progress for as long as the configuration allows."""
+
+    may_pass = True
 
 
 class WorkerFailure(MegadsError):

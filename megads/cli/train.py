@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megads.errors import MegadsError
-from megads.launch.env import rank_info, started, this_machine
+from megads.errors import FINISHED_STATUS, HangError, MegadsError
+from megads.launch.env import Started, rank_info, started, this_machine
 from megads.launch.signals import StopRequest
-from megads.launch.worker import end_with, failed, leave
+from megads.launch.worker import end_with, failed, finished, leave
 
 if TYPE_CHECKING:
     from megads.config.schema import Config
@@ -40,12 +42,18 @@ def work(arguments: Sequence[str]) -> NoReturn:
     assert place is not None
     end_with(place.launcher_pid)
     try:
-        status = _train(arguments)
+        status = _train(arguments, place)
+        finished(place)
     except BaseException as error:
-        status, text = failed(place, error)
-        if text is not None:
-            print(f"megads-train: {text}", file=sys.stderr)
+        status = _failed(place, error)
     leave(status)
+
+
+def _failed(place: Started, error: BaseException) -> int:
+    status, text = failed(place, error)
+    if text is not None:
+        print(f"megads-train: {text}", file=sys.stderr)
+    return status
 
 
 def _launch(config: Config) -> int:
@@ -74,11 +82,13 @@ def _launch(config: Config) -> int:
         return launch_local(config, layout.world_size, work, arguments)
 
 
-def _train(arguments: Sequence[str]) -> int:
+def _train(arguments: Sequence[str], place: Started) -> int:
     """One rank's run, from its configuration to its exit status."""
     from megads.config.directories import make_directories
     from megads.config.validate import check
+    from megads.launch.activity import Activity, activity_file
     from megads.launch.local import received
+    from megads.launch.watchdog import OWN_SHARE, WAITING_SHARE, Watchdog
 
     config = received(arguments)
     if config is None:
@@ -89,13 +99,24 @@ def _train(arguments: Sequence[str]) -> int:
     assert info is not None
     check(config, info.world_size)
     make_directories(config)
-    from megads.parallel.start import start_process_group, stop_process_group
-    from megads.train.loop import train
+    activity = Activity(activity_file(Path(config.run.dir), place.rank), place.rank)
+    limit_s = config.launch.timeout_s
+    hung = partial(_hung, place)
+    deadline = place.job_started + (config.launch.stop_after or math.inf)
+    with Watchdog(activity, OWN_SHARE * limit_s, hung):
+        from megads.parallel.start import start_process_group, stop_process_group
+        from megads.train.loop import train
 
-    start_process_group(info, timeout_s=config.launch.timeout_s)
-    status = train(config, info)
-    stop_process_group()
+        start_process_group(info, timeout_s=WAITING_SHARE * limit_s)
+        status = train(config, info, activity, deadline)
+        stop_process_group()
+        activity.doing("finished" if status == FINISHED_STATUS else "stopped and saved")
     return status
+
+
+def _hung(place: Started, doing: str) -> NoReturn:
+    """From the watchdog's thread: this rank hangs."""
+    leave(_failed(place, HangError(doing)))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ there are neither, from nowhere: then the command is the one the user typed, and
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,8 @@ BackendChoice = Literal["auto", "gloo", "nccl"]
 
 LAUNCHER_PID = "MEGADS_LAUNCHER_PID"
 """Set by the local launcher for its workers: they end when that process does."""
+JOB_STARTED = "MEGADS_JOB_STARTED"
+"""When the local launcher started, in seconds since the epoch; restarts do not change it."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,14 @@ class Started:
     """What a process knows of its start before it has read its configuration.
 
     `launcher_pid` is set when megads-train itself started it; `error_file` is where torch's
-    elastic agent expects the description of a failure.
+    elastic agent expects the description of a failure; `job_started` is in seconds since the epoch.
     """
 
     rank: int
     local_rank: int
     launcher_pid: int | None = None
     error_file: Path | None = None
+    job_started: float = field(default_factory=time.time, compare=False)
 
 
 def started(environ: Mapping[str, str] | None = None) -> Started | None:
@@ -73,6 +77,7 @@ def started(environ: Mapping[str, str] | None = None) -> Started | None:
             local_rank=int(environ.get("LOCAL_RANK", 0)),
             launcher_pid=int(launcher) if launcher else None,
             error_file=Path(file) if file else None,
+            job_started=float(environ.get(JOB_STARTED) or time.time()),
         )
     # One task needs no launcher, and an interactive shell under srun looks just like one task.
     if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
@@ -136,7 +141,7 @@ def worker_environment(
     added = {name: value for name, value in wanted.items() if name not in environ}
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
-    added[LAUNCHER_PID] = str(os.getpid())
+    added[LAUNCHER_PID], added[JOB_STARTED] = str(os.getpid()), str(time.time())
     return added
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,15 +12,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import megads
 from megads.config.schema import Config
 from megads.errors import FINISHED_STATUS, STOPPED_STATUS, WorkerFailure
+from megads.launch.activity import activity_file, is_since, read_activity
 from megads.launch.env import this_machine, with_variables, worker_environment
-from megads.launch.supervisor import POLL_S, Signals, WorkerEnd, read_ends
+from megads.launch.supervisor import POLL_S, Signals, WorkerEnd, read_ends, request
 from megads.launch.world import usable_gpus
 
+_log = logging.getLogger(__name__)
 RESOLVED = "--resolved-config="
 STOPPED_EARLY = "stopped by a signal before anything could be saved"
 
@@ -39,11 +43,12 @@ class Work:
 def launch_local(config: Config, nproc: int, work: Work, arguments: Sequence[str]) -> int:
     """Do `work` in `nproc` workers with torchrun's variables; the exit status.
 
-    Returns 0 when all finished and 3 when they stopped for a signal after saving. Raises
+    Returns 0 when all finished and 3 when they stopped for a signal after saving. A job that fails
+    is started again `launch.max_restarts` times, unless it says that this would not help. Raises
     WorkerFailure for any other end: its message begins with what happened to the rank that failed
     first, and its `exit_status` is that rank's. No worker is left when this returns or raises.
-    Signals to this process are passed on to the workers meanwhile, the second request to stop kills
-    them; only for the main thread.
+    Signals to this process are passed on to the workers meanwhile: any number of requests to stop
+    let them save, the second Ctrl-C kills them; only for the main thread.
     """
     machine = this_machine()
     variables = worker_environment(
@@ -53,36 +58,112 @@ def launch_local(config: Config, nproc: int, work: Work, arguments: Sequence[str
         workers=nproc,
         cores=machine.cores,
     )
-    stops = 0
-    with tempfile.TemporaryDirectory(prefix="megads-") as place, Signals().installed() as signals:
-        command = [sys.executable, *_python_options(), "-m", "megads.launch.supervisor"]
-        # A session of its own: Ctrl-C in a terminal reaches the workers through this process only.
-        process = subprocess.Popen(
-            [*command, place, str(nproc), work.target, work.preload, *arguments],
-            stdin=subprocess.DEVNULL,
-            env=with_variables(variables),
-            start_new_session=True,
-        )
-        while process.poll() is None:
-            for number in signals.take():
-                stops += number is not signal.SIGUSR1
-                if stops < 2:
-                    process.send_signal(number)
-                else:  # whoever asks twice does not want to wait for a checkpoint
-                    os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(POLL_S)
-        ends = read_ends(Path(place))
-    if ends is None:
-        raise WorkerFailure(_unfinished(process.returncode, stops))
-    return _status(ends, stops)
+    job = _Job(Path(config.run.dir), nproc, [work.target, work.preload, *arguments], variables)
+    with Signals().installed() as signals:
+        for restarts_left in range(config.launch.max_restarts, -1, -1):
+            try:
+                return job.run(signals)
+            except _Failure as failure:
+                if not restarts_left or failure.is_final or job.asked_to_stop:
+                    raise
+                _log.warning(
+                    "%s\nstarting again from the newest checkpoint, restart %d of %d",
+                    failure,
+                    config.launch.max_restarts - restarts_left + 1,
+                    config.launch.max_restarts,
+                )
+    raise AssertionError("the last round returns or raises")
 
 
-def _unfinished(status: int, stops: int) -> str:
-    """The supervisor's own end: it was killed, or could not even start."""
-    if stops:
-        return STOPPED_EARLY
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed; see above"
-    return f"the process that watches over the workers {how}"
+class _Failure(WorkerFailure):
+    """`is_final`: the same would happen again."""
+
+    is_final = False
+
+
+@dataclass
+class _Job:
+    """The processes of a job, started once or more often.
+
+    `command`: target, preloaded module and arguments for the supervisor.
+    """
+
+    run_dir: Path
+    nproc: int
+    command: Sequence[str]
+    variables: dict[str, str]
+    interrupts: int = 0
+    asked_to_stop: bool = False
+    started: float = 0.0
+
+    def run(self, signals: Signals) -> int:
+        """Start the workers and wait for their end."""
+        self.started = time.time()
+        with tempfile.TemporaryDirectory(prefix="megads-") as place:
+            command = [sys.executable, *_python_options(), "-m", "megads.launch.supervisor"]
+            # A session of its own: Ctrl-C in a terminal reaches the workers only through us.
+            process = subprocess.Popen(
+                [*command, place, str(self.nproc), *self.command],
+                stdin=subprocess.DEVNULL,
+                env=with_variables(self.variables),
+                start_new_session=True,
+            )
+            while process.poll() is None:
+                for number in signals.take():
+                    self._pass_on(number, process)
+                time.sleep(POLL_S)
+            ends = read_ends(Path(place))
+        if ends is None:
+            raise _Failure(self._unfinished(process.returncode))
+        return self._status(ends)
+
+    def _pass_on(self, number: signal.Signals, process: subprocess.Popen[bytes]) -> None:
+        self.asked_to_stop = True
+        self.interrupts += number is signal.SIGINT
+        if self.interrupts < 2:
+            process.send_signal(request(number))
+        else:  # who presses Ctrl-C twice does not want to wait for a checkpoint
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def _unfinished(self, status: int) -> str:
+        """The supervisor's own end: it was killed, or could not even start."""
+        if self.asked_to_stop:
+            return STOPPED_EARLY
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed; see above"
+        return f"the process that watches over the workers {how}"
+
+    def _status(self, failures: Sequence[WorkerEnd]) -> int:
+        if not failures:
+            return FINISHED_STATUS
+        first = first_failure(failures)
+        if first.status == STOPPED_STATUS:
+            return STOPPED_STATUS
+        if self.asked_to_stop and first.status < 0:
+            raise _Failure(STOPPED_EARLY)
+        text = _explain(first, failures)
+        failure = _Failure(text if first.status == 2 else self._kept(text))
+        failure.exit_status = first.status if first.status in (1, 2) else 1
+        failure.is_final = first.final or first.status == 2
+        raise failure
+
+    def _kept(self, text: str) -> str:
+        """The failure as it is told: with the last action of each rank, and where it is all kept.
+
+        Another start of the run writes over the files of the ranks, so they are moved away.
+        """
+        files = [activity_file(self.run_dir, rank) for rank in range(self.nproc)]
+        lines = [read_activity(file) for file in files if is_since(file, self.started)]
+        if not lines:
+            return text
+        kept = self.run_dir / "failures" / datetime.now().strftime("%Y-%m-%d-%H%M%S-%f")
+        text = "\n".join([text, f"what the ranks did last (stacks in {kept}):", *map(str, lines)])
+        try:
+            kept.parent.mkdir(exist_ok=True)
+            files[0].parent.rename(kept)
+            (kept / "failure.txt").write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:  # of a full disk, say; the failure itself matters more
+            text += f"\n(not kept: {error})"
+        return text
 
 
 @contextmanager
@@ -114,19 +195,6 @@ def first_failure(ends: Sequence[WorkerEnd]) -> WorkerEnd:
         return (2 if end.told_to_leave else 0 if crashed else 1, end.when)
 
     return min(ends, key=order)
-
-
-def _status(failures: Sequence[WorkerEnd], stops: int) -> int:
-    if not failures:
-        return FINISHED_STATUS
-    first = first_failure(failures)
-    if first.status == STOPPED_STATUS:
-        return STOPPED_STATUS
-    if stops and first.status < 0:
-        raise WorkerFailure(STOPPED_EARLY)
-    failure = WorkerFailure(_explain(first, failures))
-    failure.exit_status = first.status if first.status in (1, 2) else 1
-    raise failure
 
 
 def _explain(first: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:

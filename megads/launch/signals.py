@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -10,7 +11,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGUSR1 while it is entered; read by the training loop.
+    """Set by SIGTERM or SIGUSR1 while it is entered, or by the clock; read by the training loop.
 
         with StopRequest() as stop:
             while not stop.requested:
@@ -19,10 +20,11 @@ class StopRequest:
     The handler only remembers the signal: saving needs collectives, and those have their place
     between two steps. Later signals change nothing. Enter one before anything slow is imported,
     since until then these signals end the process; one entered inside it knows what came earlier.
-    Only the main thread may enter it.
+    Only the main thread may enter it. `deadline`: when time is up, in seconds since the epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float | None = None) -> None:
+        self._deadline = deadline
         self._signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -41,13 +43,16 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal to stop has arrived in this process."""
-        return self._signal is not None
+        """Whether a signal to stop has arrived in this process, or its time is up."""
+        return self.reason is not None
 
     @property
     def reason(self) -> str | None:
-        """Name of the signal that arrived first, for the log."""
-        return None if self._signal is None else self._signal.name
+        """Name of the signal that arrived first, or that the time is up, for the log."""
+        if self._signal is not None:
+            return self._signal.name
+        is_late = self._deadline is not None and time.time() >= self._deadline
+        return "launch.stop_after" if is_late else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:

@@ -26,13 +26,14 @@ from typing import NoReturn
 
 from megads.launch.env import become_worker, launcher_pid
 from megads.launch.signals import StopRequest
-from megads.launch.worker import end_with, leave
+from megads.launch.worker import end_file, end_with, leave
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0
 """How long workers get to leave once one of them has failed."""
 POLL_S = 0.02
 END = "end.json"
+UNFINISHED = "the process ended, with status 0, before the run was finished"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Entry = Callable[[Sequence[str]], None]
@@ -43,7 +44,8 @@ Entry = Callable[[Sequence[str]], None]
 class WorkerEnd:
     """How one worker ended: its exit status (negative: the signal), and what it wrote about it.
 
-    `told_to_leave`: it was ended because of another worker's failure.
+    `told_to_leave`: it was ended because of another worker's failure. `final`: what it says would
+    be the same if the job was started again.
     """
 
     rank: int
@@ -51,6 +53,12 @@ class WorkerEnd:
     message: str | None = None
     when: float = 0.0
     told_to_leave: bool = False
+    final: bool = False
+
+
+def request(number: signal.Signals) -> signal.Signals:
+    """What workers get for a signal: SIGUSR1 as it is, SIGTERM for any other request to stop."""
+    return number if number is signal.SIGUSR1 else signal.SIGTERM
 
 
 def read_ends(directory: Path) -> list[WorkerEnd] | None:
@@ -129,15 +137,16 @@ class Workers:
             self.send(signal.SIGKILL)
 
     def _end(self, rank: int, status: int) -> WorkerEnd | None:
-        if status == 0:
-            return None
         file = self.error_file(rank)
+        if status == 0:
+            return None if end_file(file).exists() else WorkerEnd(rank, 0, UNFINISHED, time.time())
         told = self.leave_by is not None and status == -signal.SIGTERM
         told |= self.killed and status == -signal.SIGKILL
         if not file.is_file():
             return WorkerEnd(rank, status, None, time.time(), told)
         extra = json.loads(file.read_text())["message"]["extraInfo"]
-        return WorkerEnd(rank, status, extra["py_callstack"], float(extra["time"]), told)
+        when, final = float(extra["time"]), bool(extra["final"])
+        return WorkerEnd(rank, status, extra["py_callstack"], when, told, final)
 
 
 class Signals:
@@ -157,11 +166,8 @@ class Signals:
                 signal.signal(number, handler)
 
     def take(self) -> list[signal.Signals]:
-        """What has arrived since the last call: SIGUSR1, or SIGTERM for any request to stop."""
-        taken: list[signal.Signals] = []
-        while self.pending:
-            number = self.pending.pop(0)
-            taken.append(number if number is signal.SIGUSR1 else signal.SIGTERM)
+        """What has arrived since the last call."""
+        taken, self.pending = self.pending, []
         return taken
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -185,7 +191,7 @@ def supervise(
     end_with(launcher_pid())
     while workers.running:
         for number in signals.take():
-            workers.send(number)
+            workers.send(request(number))
         workers.collect()
         time.sleep(POLL_S)
     return sorted(workers.ends, key=lambda end: end.rank)

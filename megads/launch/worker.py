@@ -23,9 +23,9 @@ def describe(error: BaseException) -> str:
 
 
 def exit_status(error: BaseException) -> int:
-    """The status that a process ends with when it stops for `error`."""
+    """The status that a process ends with when it stops for `error`; never that of success."""
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
+        return error.code or 1
     return error.exit_status if isinstance(error, MegadsError) else 1
 
 
@@ -37,11 +37,27 @@ def record_failure(error: BaseException, path: Path | None) -> None:
     if path is None:
         return
     now = time.time()
-    details = {"py_callstack": describe(error), "timestamp": str(int(now)), "time": now}
+    details = {
+        "py_callstack": describe(error),
+        "timestamp": str(int(now)),
+        "time": now,
+        "final": isinstance(error, MegadsError) and not error.may_pass,
+    }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"message": message}))
     temporary.replace(path)
+
+
+def end_file(error_file: Path) -> Path:
+    """What a worker leaves beside its error file when all that it had to do is done."""
+    return error_file.with_suffix(".done")
+
+
+def finished(place: Started) -> None:
+    """This worker has done its work: the launcher takes no other end with status 0 for one."""
+    if place.launcher_pid is not None and place.error_file is not None:
+        end_file(place.error_file).touch()
 
 
 def failed(place: Started, error: BaseException) -> tuple[int, str | None]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.parallel.mesh import Axis, Neighbour
+from megads.parallel.phases import Phases
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -37,20 +38,25 @@ class Waitable(Protocol):
 class Handle:
     """Something in flight. `wait` returns when its result may be read and its input reused."""
 
-    def __init__(self, works: Sequence[Waitable | None] = ()) -> None:
-        self._works = works
+    def __init__(
+        self, works: Sequence[Waitable | None] = (), phases: Phases | None = None, what: str = ""
+    ) -> None:
+        self._works, self._phases, self._what = works, phases, what
 
     def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        if self._phases is not None and self._works:
+            with self._phases.waiting(self._what):
+                for work in self._works:
+                    if work is not None:
+                        work.wait()
         self._works = ()
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
     """Reduce `tensor` over the axis in place; returns it."""
     if axis.size > 1:
-        dist.all_reduce(tensor, _OPS[op], group=axis.group)
+        with axis.phases.waiting(f"all_reduce {axis.name}"):
+            dist.all_reduce(tensor, _OPS[op], group=axis.group)
     return tensor
 
 
@@ -58,7 +64,8 @@ def all_reduce_async(tensor: Tensor, axis: Axis, op: Op = "sum") -> Handle:
     """Start an in-place reduction of `tensor`."""
     if axis.size == 1:
         return Handle()
-    return Handle([dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=True)])
+    work = dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=True)
+    return _handle([work], axis, "all_reduce")
 
 
 def all_gather_dim0(tensor: Tensor, axis: Axis) -> Tensor:
@@ -66,7 +73,8 @@ def all_gather_dim0(tensor: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return tensor
     out = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
-    _all_gather_single(out, tensor.contiguous(), group=axis.group)
+    with axis.phases.waiting(f"all_gather {axis.name}"):
+        _all_gather_single(out, tensor.contiguous(), group=axis.group)
     return out
 
 
@@ -76,7 +84,7 @@ def all_gather_dim0_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handle]:
         return tensor, Handle()
     out = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
     work = _all_gather_single(out, tensor.contiguous(), group=axis.group, async_op=True)
-    return out, Handle([work])
+    return out, _handle([work], axis, "all_gather")
 
 
 def reduce_scatter_dim0(tensor: Tensor, axis: Axis) -> Tensor:
@@ -96,7 +104,7 @@ def reduce_scatter_dim0_async(tensor: Tensor, axis: Axis) -> tuple[Tensor, Handl
         raise ValueError(f"dim 0 of {tuple(tensor.shape)} is not a multiple of {axis.size}")
     out = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
     work = _reduce_scatter_single(out, tensor.contiguous(), group=axis.group, async_op=True)
-    return out, Handle([work])
+    return out, _handle([work], axis, "reduce_scatter")
 
 
 def reduce_scatter_flat_async(flat: Tensor, axis: Axis) -> Handle:
@@ -109,7 +117,8 @@ def reduce_scatter_flat_async(flat: Tensor, axis: Axis) -> Handle:
     if _is_gloo(axis):
         return all_reduce_async(flat, axis)
     mine = flat.view(axis.size, -1)[axis.index]
-    return Handle([_reduce_scatter_single(mine, flat, group=axis.group, async_op=True)])
+    work = _reduce_scatter_single(mine, flat, group=axis.group, async_op=True)
+    return _handle([work], axis, "reduce_scatter")
 
 
 def all_gather_flat_async(flat: Tensor, axis: Axis) -> Handle:
@@ -118,29 +127,32 @@ def all_gather_flat_async(flat: Tensor, axis: Axis) -> Handle:
         return Handle()
     chunks = flat.view(axis.size, -1)
     if _is_gloo(axis):
-        return Handle(
-            [
-                dist.broadcast(chunk, rank, group=axis.group, async_op=True)
-                for chunk, rank in zip(chunks, axis.ranks, strict=True)
-            ]
-        )
-    return Handle([_all_gather_single(flat, chunks[axis.index], group=axis.group, async_op=True)])
+        works = [
+            dist.broadcast(chunk, rank, group=axis.group, async_op=True)
+            for chunk, rank in zip(chunks, axis.ranks, strict=True)
+        ]
+    else:
+        mine = chunks[axis.index]
+        works = [_all_gather_single(flat, mine, group=axis.group, async_op=True)]
+    return _handle(works, axis, "all_gather")
 
 
 def send_async(tensor: Tensor, to: Neighbour) -> Handle:
     """Start sending to an adjacent stage; keep `tensor` unchanged until the handle's wait."""
-    return Handle([dist.isend(tensor, to.peer, group=to.group)])
+    return Handle([dist.isend(tensor, to.peer, group=to.group)], to.phases, "send")
 
 
 def recv_async(tensor: Tensor, source: Neighbour) -> Handle:
     """Start receiving from an adjacent stage into `tensor`."""
-    return Handle([dist.irecv(tensor, source.peer, group=source.group)])
+    work = dist.irecv(tensor, source.peer, group=source.group)
+    return Handle([work], source.phases, "receive")
 
 
 def barrier(axis: Axis) -> None:
     """Return when every member has called it."""
     if axis.size > 1:
-        dist.barrier(group=axis.group)
+        with axis.phases.waiting(f"barrier {axis.name}"):
+            dist.barrier(group=axis.group)
 
 
 def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
@@ -148,7 +160,8 @@ def all_gather_object(obj: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [obj]
     out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, obj, group=axis.group)
+    with axis.phases.waiting(f"all_gather {axis.name}"):
+        dist.all_gather_object(out, obj, group=axis.group)
     return out
 
 
@@ -157,8 +170,13 @@ def broadcast_object(obj: Any, axis: Axis, source_index: int = 0) -> Any:
     if axis.size == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, axis.ranks[source_index], group=axis.group)
+    with axis.phases.waiting(f"broadcast {axis.name}"):
+        dist.broadcast_object_list(box, axis.ranks[source_index], group=axis.group)
     return box[0]
+
+
+def _handle(works: Sequence[Waitable | None], axis: Axis, operation: str) -> Handle:
+    return Handle(works, axis.phases, f"{operation} {axis.name}")
 
 
 def _is_gloo(axis: Axis) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megads.parallel.layout import AxisName, Coords, ParallelLayout
+from megads.parallel.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Axis:
     """This rank's place on one axis of the mesh.
 
     `ranks` are the global ranks of the group in axis order; `group` is None when the axis has
-    size 1, and no collective is ever issued then.
+    size 1, and no collective is ever issued then. `phases` takes the time of its collectives.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Axis:
     index: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    phases: Phases = field(default_factory=Phases, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Neighbour:
 
     peer: int
     group: dist.ProcessGroup
+    phases: Phases = field(default_factory=Phases, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Mesh:
     KV heads (size 1 unless there are fewer KV heads than tp ranks). `tied`: the first and last
     pipeline stage at this (dp, tp) position, on those stages and with pp > 1. `world`: all ranks
     of the layout. `saving`: the same ranks on the host, for the thread that writes checkpoints.
+    `phases`: what this rank is doing, shared by all axes but `saving`.
     """
 
     layout: ParallelLayout
@@ -73,6 +77,7 @@ class Mesh:
     saving: Axis
     links: PipelineLinks
     device: torch.device
+    phases: Phases
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -92,6 +97,7 @@ class Mesh:
             one("saving"),
             PipelineLinks(),
             torch.device(device),
+            Phases(device),
         )
 
     @classmethod
@@ -120,10 +126,11 @@ class Mesh:
         coords = layout.coords(rank)
         limit = timedelta(seconds=timeout_s)
         made: Groups = {}
+        phases = Phases(device)
 
         def axis(name: str, groups: list[tuple[int, ...]]) -> Axis:
             mine, group = _join(groups, rank, limit, made)
-            return Axis(name, len(mine), mine.index(rank), mine, group)
+            return Axis(name, len(mine), mine.index(rank), mine, group, phases)
 
         def along(name: AxisName) -> Axis:
             return axis(name, layout.groups(name))
@@ -138,10 +145,12 @@ class Mesh:
             world,
             name="saving",
             group=dist.new_group(timeout=limit, backend="gloo", ranks=everyone[0]),
+            phases=Phases(),
         )
         at = torch.device(device)
-        links = _pipeline_links(layout, rank, at, limit, ring=ring)
-        return cls(layout, coords, tp, pp, dp, shard, replica, kv, tied, world, saving, links, at)
+        links = _pipeline_links(layout, rank, phases, at, limit, ring=ring)
+        axes = (tp, pp, dp, shard, replica, kv, tied, world, saving)
+        return cls(layout, coords, *axes, links, at, phases)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -207,7 +216,13 @@ def _tied_groups(layout: ParallelLayout) -> list[tuple[int, ...]]:
 
 
 def _pipeline_links(
-    layout: ParallelLayout, rank: int, device: torch.device, timeout: timedelta, *, ring: bool
+    layout: ParallelLayout,
+    rank: int,
+    phases: Phases,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    ring: bool,
 ) -> PipelineLinks:
     """Two groups per adjacent pair of the ring, or row, of stages: activations and gradients.
 
@@ -227,9 +242,9 @@ def _pipeline_links(
                     continue
                 first = torch.zeros(1, device=device)
                 if rank == source:
-                    ends[f"{kind}_out"] = Neighbour(target, group)
+                    ends[f"{kind}_out"] = Neighbour(target, group, phases)
                     dist.send(first, target, group=group)
                 else:
-                    ends[f"{kind}_in"] = Neighbour(source, group)
+                    ends[f"{kind}_in"] = Neighbour(source, group, phases)
                     dist.recv(first, source, group=group)
     return PipelineLinks(**ends)

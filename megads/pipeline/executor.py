@@ -195,7 +195,8 @@ class _Walk:
             hidden.requires_grad_()
         if executor.before_forward is not None:
             executor.before_forward(chunk, batch)
-        output = executor.modules[chunk](hidden, batch)
+        with executor.mesh.phases("forward", *key):
+            output = executor.modules[chunk](hidden, batch)
         self.check(output, key)
         if training:
             # The root keeps the graph but not the output, whose memory goes once it is sent.
@@ -217,9 +218,10 @@ class _Walk:
         else:
             gradient = self.gradients_in.take(key)
         is_last = self.last_backward[chunk] == microbatch
-        self.grads.before_backward(chunk, is_last=is_last)
-        root.backward(gradient)
-        self.grads.after_backward(chunk)
+        with self.executor.mesh.phases("backward", *key):
+            self.grads.before_backward(chunk, is_last=is_last)
+            root.backward(gradient)
+            self.grads.after_backward(chunk)
         if hidden is None:
             return
         if hidden.grad is None:

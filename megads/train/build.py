@@ -13,12 +13,14 @@ from megads.checkpoint.store import CheckpointStore
 from megads.config.directories import offload_directory
 from megads.config.schema import Config
 from megads.config.validate import resolve_layout
-from megads.data.ledger import DataLedger
+from megads.data.ledger import DataLedger, Rewind
 from megads.data.loader import TokenLoader
 from megads.data.sampler import BatchRampup
 from megads.data.streaming import StreamLoader
 from megads.kernels.api import Kernels, select_kernels
+from megads.launch.activity import Activity
 from megads.launch.env import RankInfo
+from megads.launch.watchdog import WAITING_SHARE
 from megads.models.families import param_count
 from megads.models.gpt import GPTStage
 from megads.models.init import initialize_parameter
@@ -33,9 +35,11 @@ from megads.parallel.mesh import Mesh
 from megads.pipeline.executor import PipelineExecutor
 from megads.pipeline.partition import StagePlan, plan_stages
 from megads.train.data import build_loaders, start_ledger
+from megads.train.guard import Guard
 from megads.train.memory import bucket_numel, offload_budget, shard_size
 from megads.train.metrics import Metrics
 from megads.train.state import TrainState
+from megads.train.timing import StepTimer
 from megads.zero.buckets import Entry, build_buckets
 from megads.zero.optimizer import ZeroOptimizer
 from megads.zero.shards import Offload
@@ -45,7 +49,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class RunParts:
-    """What `build` made. `modules` are this rank's model chunks."""
+    """What `build` made. `modules` are this rank's model chunks, `rewinds` those of the run so far.
+    """
 
     config: Config
     mesh: Mesh
@@ -55,12 +60,15 @@ class RunParts:
     saved: SavedTensors
     optimizer: ZeroOptimizer
     scaler: LossScaler
+    guard: Guard
+    rewinds: list[Rewind]
     rampup: BatchRampup
     loader: TokenLoader | StreamLoader
     valid_loader: TokenLoader | None
     ledger: DataLedger
     store: CheckpointStore
     metrics: Metrics
+    timer: StepTimer
     state: TrainState
 
     def batch_plan(self, consumed_samples: int) -> BatchPlan:
@@ -123,9 +131,10 @@ def _pairs(values: Mapping[str, object]) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-def build(config: Config, info: RankInfo) -> RunParts:
+def build(config: Config, info: RankInfo, activity: Activity | None = None) -> RunParts:
     """Make everything of a run, at step 0 with its initial weights. Collective.
 
+    `activity` is told what this rank does once training has begun.
     The process group must have been started. Raises ConfigError, or DataError for data that does
     not suit the model.
     """
@@ -136,7 +145,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
         num_kv_heads=config.model.num_kv_heads,
         zero_shard_size=shard_size(config, layout.dp),
         device=info.device,
-        timeout_s=config.launch.timeout_s,
+        timeout_s=WAITING_SHARE * config.launch.timeout_s,
         ring=config.parallel.chunks > 1,
     )
     parallel, dtype = config.parallel, DTYPES[config.precision.name]
@@ -164,6 +173,8 @@ def build(config: Config, info: RankInfo) -> RunParts:
         saved=saved,
         optimizer=optimizer,
         scaler=LossScaler(config.precision),
+        guard=Guard(config.train),
+        rewinds=[],
         rampup=BatchRampup.make(config.train.batch_rampup, config.train.global_batch_size),
         loader=loader,
         valid_loader=valid_loader,
@@ -172,6 +183,7 @@ def build(config: Config, info: RankInfo) -> RunParts:
             run_dir / "checkpoints", mesh.world, saving=mesh.saving, keep=config.checkpoint.keep
         ),
         metrics=Metrics(run_dir / "metrics.jsonl", writes=is_first),
+        timer=StepTimer(config.logging, mesh, run_dir, activity),
         state=state,
     )
     parts.metrics.note(parts.describe(backends))

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import Any
 
 from megads.config.decode import to_yaml
 from megads.config.schema import Config
 from megads.data.loader import TokenLoader
-from megads.errors import FINISHED_STATUS, STOPPED_STATUS, NonFiniteError
+from megads.errors import FINISHED_STATUS, STOPPED_STATUS
+from megads.launch.activity import Activity
 from megads.launch.env import RankInfo
 from megads.launch.signals import StopRequest
 from megads.models.flops import device_peak_tflops, training_flops
-from megads.parallel.collectives import synchronize
+from megads.train.bad_steps import handle_bad_step
 from megads.train.build import RunParts, build
-from megads.train.checkpointing import finish, must_stop, resume, save, settle
+from megads.train.checkpointing import finish, has_way_back, must_stop, resume, save, settle
 from megads.train.evaluate import evaluate
 from megads.train.metrics import device_name
 from megads.train.step import StepResult, train_step
+from megads.train.timing import StepTime
 from megads.train.usage import memory_report
 
 
-def train(config: Config, info: RankInfo) -> int:
+def train(
+    config: Config,
+    info: RankInfo,
+    activity: Activity | None = None,
+    deadline: float | None = None,
+) -> int:
     """Run or resume training to `train.steps`; returns the exit status. Collective.
+
+    `activity` is told what this rank does. After `deadline`, in seconds since the epoch, the run
+    saves and stops, as on a signal.
 
     Raises NonFiniteError when a loss or gradient norm is not finite and `train.nonfinite=stop`;
     the model has not been updated with it then, and no checkpoint written. Raises CheckpointError
     when a save failed and `checkpoint.on_error=stop`, or when it was the last one.
     """
-    with StopRequest() as stop:
-        parts = build(config, info)
+    with StopRequest(deadline) as stop:
+        parts = build(config, info, activity)
         try:
             resume(parts)
             status = _run(parts, stop)
         finally:
+            parts.timer.stop()
             settle(parts)
             parts.loader.close()
             parts.metrics.close()
@@ -52,13 +63,17 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     parts.metrics.rewind(state.step)
     _start_ledger(parts)
     saved_at = state.step
+    parts.timer.start()
+    times: list[StepTime] = []
     while state.step < steps:
-        started = time.perf_counter()
-        result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
-        synchronize(parts.mesh.device)
+        with parts.timer.step(state.step + 1, times):
+            result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
         _record(parts, result)
-        _report(parts, result, time.perf_counter() - started)
-        _check_finite(parts, result)
+        _report(parts, result, times.pop())
+        if handle_bad_step(parts, result):
+            _start_ledger(parts)
+            saved_at = state.step
+            continue
         is_last = state.step == steps
         if _due(config.eval.every, state.step) or (config.eval.every and is_last):
             validation = evaluate(parts)
@@ -67,12 +82,12 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
             _save(parts)
             saved_at = state.step
         if result.stop_requested and not is_last:
-            finish(parts)
+            _finish(parts)
             parts.metrics.note(f"stopped on request; step {state.step} is saved")
             return STOPPED_STATUS
     if checkpoint.save_last and saved_at != state.step:
         _save(parts)
-    finish(parts)
+    _finish(parts)
     return FINISHED_STATUS
 
 
@@ -80,6 +95,7 @@ def _start_ledger(parts: RunParts) -> None:
     if isinstance(parts.loader, TokenLoader):
         parts.ledger.start(
             parts.loader.order,
+            run=parts.state.run_id,
             step=parts.state.step,
             samples=parts.state.samples,
             seq_length=parts.config.train.seq_length,
@@ -94,8 +110,15 @@ def _record(parts: RunParts, result: StepResult) -> None:
 
 def _save(parts: RunParts) -> None:
     """Save; the ledger first, so that no checkpoint knows of steps that it does not."""
-    parts.ledger.sync()
-    save(parts)
+    with parts.timer.saving():
+        parts.ledger.sync()
+        save(parts)
+
+
+def _finish(parts: RunParts) -> None:
+    """Wait for the last save."""
+    parts.timer.stop("waiting for the last save")
+    finish(parts)
 
 
 def _due(every: int, step: int) -> bool:
@@ -114,8 +137,9 @@ def _check_finite(parts: RunParts, result: StepResult) -> None:
         )
 
 
-def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
-    config, state = parts.config, parts.state
+def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
+    config, state, seconds = parts.config, parts.state, time.seconds
+    ranks = _compare_ranks(parts) if _due(config.logging.ranks_every, state.step) else {}
     if not _due(config.logging.every, state.step) and result.applied:
         return
     batch = result.batch
@@ -125,25 +149,35 @@ def _report(parts: RunParts, result: StepResult, seconds: float) -> None:
     peak = config.logging.peak_tflops or device_peak_tflops(
         device_name(parts.mesh.device), config.precision.name
     )
-    parts.metrics.step(
-        {
-            "step": state.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "tokens": state.tokens,
-            "samples": state.samples,
-            "step_time_s": seconds,
-            "data_wait_s": result.data_wait_s,
-            "tokens_per_second": tokens / seconds,
-            "tflops_per_device": tflops,
-            "mfu": tflops / peak if peak else None,
-            "loss_scale": result.loss_scale,
-            "skipped": parts.scaler.skipped,
-            **memory_report(parts),
-        },
-        config.train.steps,
-    )
+    values: dict[str, Any] = {
+        "step": state.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": state.tokens,
+        "samples": state.samples,
+        "step_time_s": seconds,
+        "data_wait_s": result.data_wait_s,
+        "save_s": parts.timer.saving_s,
+        "phases_s": time.durations.by_phase,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_device": tflops,
+        "mfu": tflops / peak if peak else None,
+        "loss_scale": result.loss_scale,
+        "skipped": parts.scaler.skipped,
+        **ranks,
+        **memory_report(parts),
+    }
+    parts.metrics.step(values, config.train.steps)
+    parts.timer.saving_s = 0.0
+
+
+def _compare_ranks(parts: RunParts) -> dict[str, Any]:
+    """The ranks' own times, for the metrics; those that are slow are named."""
+    times, notes = parts.timer.compare_ranks()
+    for note in notes:
+        parts.metrics.note(f"step {parts.state.step}: {note}")
+    return {"rank_times_s": times}
 
 
 def _write_config(parts: RunParts) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from megads.parallel.batch import MicroBatch
 from megads.parallel.layout import BatchPlan
 from megads.parallel.mesh import Mesh
 from megads.train.build import RunParts
+from megads.train.guard import Verdict
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepResult:
     """What one step did; equal on all ranks.
 
     `loss` is the token-weighted mean over the global batch, `grad_norm` the norm before clipping.
-    `applied` is False when the update was left out because one of them is not finite.
+    Unless `verdict` is good the update was left out (`applied` is False).
     `stop_requested`: some rank was asked to save and leave. `data_wait_s`: seconds this rank waited
     for its microbatches; the only value that differs between ranks.
     """
@@ -32,9 +32,13 @@ class StepResult:
     grad_norm: float
     lr: float
     loss_scale: float
-    applied: bool
+    verdict: Verdict
     stop_requested: bool
     data_wait_s: float
+
+    @property
+    def applied(self) -> bool:
+        return self.verdict == "good"
 
 
 def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
@@ -44,10 +48,12 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     place in the schedule.
     """
     state, optimizer, scaler = parts.state, parts.optimizer, parts.scaler
+    phases = parts.mesh.phases
     batch = parts.batch_plan(state.samples)
     lr = parts.learning_rate(batch)
     started = time.monotonic()
-    microbatches = parts.microbatches(batch)
+    with phases("data"):
+        microbatches = parts.microbatches(batch)
     data_wait_s = time.monotonic() - started
     tokens = count_loss_tokens(microbatches, parts.mesh)
     loss_scale = scaler.scale
@@ -56,18 +62,22 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     loss_sum = parts.executor.run(
         microbatches, optimizer.gradients, grad_scale=loss_scale / max(tokens, 1)
     )
-    optimizer.finish_gradients()
-
-    norm = optimizer.grad_norm() / loss_scale
+    with phases("gradients"):
+        optimizer.finish_gradients()
+        norm = optimizer.grad_norm() / loss_scale
     loss, stop = agree(loss_sum, parts.mesh, stop_requested=stop_requested)
     loss /= max(tokens, 1)
-    applied = math.isfinite(loss) and scaler.ok(norm)
-    if applied:
+    verdict = parts.guard.judge(loss, norm)
+    if verdict == "good":
         clip = clip_coefficient(norm, parts.config.optim.clip)
-        optimizer.step(lr, grad_divisor=loss_scale / clip)
-    scaler.update(ok=applied)
+        with phases("optimizer"):
+            optimizer.step(lr, grad_divisor=loss_scale / clip)
+    if verdict == "spike":
+        scaler.skip()
+    else:
+        scaler.update(ok=verdict == "good")
     state.advance(batch)
-    return StepResult(batch, loss, norm, lr, loss_scale, applied, stop, data_wait_s)
+    return StepResult(batch, loss, norm, lr, loss_scale, verdict, stop, data_wait_s)
 
 
 def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:

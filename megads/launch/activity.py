@@ -1,0 +1,94 @@
+"""What each rank is doing, in a file that shows it even after the process was killed."""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import socket
+import time
+from datetime import datetime
+from pathlib import Path
+
+LINE_BYTES = 256
+FOLDER = "ranks"
+CLOCKS_S = 2.0
+"""What the clock of a file system may differ by."""
+
+
+def activity_file(run_dir: Path, rank: int) -> Path:
+    """The file of a rank; the one of the start before it is `rank-N.previous.txt`."""
+    return run_dir / FOLDER / f"rank-{rank}.txt"
+
+
+class Activity:
+    """One line of fixed size with the last action of this process, and under it its stacks.
+
+    The line is shared memory on the file: writing it is no system call, and what is written stays
+    when the process is killed. `since`: when the action began, by the monotonic clock. `is_own`:
+    this rank itself has to do something now; it neither waits for others nor does what may take as
+    long as it likes, such as starting or saving.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_suffix(".previous.txt"))
+        self.rank, self.step = rank, 0
+        self.what, self.since, self.is_own = "", time.monotonic(), False
+        with path.open("w+b") as file:
+            file.truncate(LINE_BYTES)
+            self._line = mmap.mmap(file.fileno(), LINE_BYTES)
+        self._stacks = path.open("ab", buffering=0)
+        self._who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()}): "
+        self.doing("starting")
+
+    def doing(self, what: str, *, is_own: bool = False) -> None:
+        """The process begins something else."""
+        self.what, self.since, self.is_own = what, time.monotonic(), is_own
+        now = datetime.now().isoformat(" ", "milliseconds")
+        text = f"{self._who}step {self.step}, {what}, since {now}".encode()[: LINE_BYTES - 1]
+        self._line[:] = text.ljust(LINE_BYTES - 1) + b"\n"
+
+    def observe(self, phase: str, where: tuple[int, ...], waits: bool) -> None:  # noqa: FBT001
+        """The process enters or leaves a phase: an observer of `megads.parallel.phases`."""
+        if where:
+            phase = f"{phase} of chunk {where[0]}, microbatch {where[1]}"
+        self.doing(f"waiting in {phase}" if waits else phase, is_own=not waits)
+
+    def dump(self, why: str) -> None:
+        """Write where every thread of this process is."""
+        now = datetime.now().isoformat(" ", "milliseconds")
+        self.append(f"stacks at {now}, {why}")
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+
+    def append(self, text: str) -> None:
+        """Write something under the line."""
+        self._stacks.write(f"\n{text}\n".encode())
+
+    def end_after(self, seconds: float) -> None:
+        """End this process, with its stacks written, unless this is called again by then.
+
+        Works even when a thread keeps the interpreter for itself.
+        """
+        faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def read_activity(path: Path) -> str | None:
+    """The line of a rank's file; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(LINE_BYTES).decode(errors="replace").rstrip() or None
+    except OSError:
+        return None
+
+
+def is_since(path: Path, when: float) -> bool:
+    """Whether the file is of a process that started after `when`, in seconds since the epoch."""
+    try:
+        return path.stat().st_mtime > when - CLOCKS_S
+    except OSError:
+        return False
