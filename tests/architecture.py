@@ -45,13 +45,24 @@ PURE = {
     "zero.memory",
     "zero.partition",
 }
-"""Modules that plan; like all of `errors`, `config` and most of `launch` they never load torch."""
-TORCH_FREE = PURE | {"errors", "config", "launch", "data.prepare", "cli.train"}
+"""Modules that plan; like all of `errors`, `config`, `report` and most of `launch` they never load
+torch."""
+TORCH_FREE = PURE | {
+    "cli.report",
+    "cli.train",
+    "config",
+    "data.prepare",
+    "errors",
+    "extras",
+    "launch",
+    "report",
+}
 TORCH_USERS_IN_LAUNCH = {"launch.supervisor"}
 
-BASE = {"errors", "config", "pure"}
+BASE = {"errors", "config", "pure", "extras"}
 LAYERS = {
     "errors": set(),
+    "extras": {"errors"},
     "config": {"errors"},
     "pure": BASE,
     "launch": BASE,
@@ -65,6 +76,7 @@ LAYERS = {
     "checkpoint": BASE | {"parallel"},
     "data": BASE | {"parallel"},
     "convert": BASE | {"parallel", "checkpoint"},
+    "report": BASE,
 }
 """What a package may import beside itself; `train` takes all but `cli`, and `cli` everything."""
 LAUNCH_FOR_TRAIN = {"launch.env", "launch.signals"}

@@ -23,10 +23,10 @@ from typing import BinaryIO
 
 from megads.config.streams import HUB
 from megads.data.chunks import CHUNK_BYTES, Chunk, Input, LineRange, Lines, Passages
-from megads.data.extras import load_extra
 from megads.data.tables import open_table
 from megads.data.tokenizer import file_identity
 from megads.errors import DataError
+from megads.extras import load_extra
 
 _JSON = (".jsonl", ".json")
 _PACKED = (".gz", ".zst")

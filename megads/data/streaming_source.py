@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from megads.config.schema import Config
 from megads.config.streams import HUB, HubName, num_lanes
-from megads.data.extras import load_extra, missing_extra
 from megads.data.preprocess import FORM_FEED, read_documents
 from megads.errors import DataError
+from megads.extras import load_extra, missing_extra
 
 _SETTING = "data.source=streaming"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from megads.config.streams import HUB, HubName
 from megads.data.chunks import CHUNK_BYTES, Chunk, Input, Rows
-from megads.data.extras import load_extra
 from megads.data.tokenizer import file_identity
 from megads.errors import DataError
+from megads.extras import load_extra
 
 _BATCH_ROWS = 256
 

@@ -26,9 +26,9 @@ from megads.config.tokenizer_files import (
     TIKTOKEN,
     tokenizer_companions,
 )
-from megads.data.extras import load_extra
 from megads.data.packing import Ids, packed
 from megads.errors import DataError
+from megads.extras import load_extra
 
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"

@@ -1,0 +1,34 @@
+"""The packages that only some uses need, imported where they are needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from megads.errors import DataError
+
+_EXTRAS = {
+    "datasets": "data",
+    "plotly": "report",
+    "pyarrow": "data",
+    "tiktoken": "data",
+    "zstandard": "data",
+}
+"""Which optional dependencies of megads bring a package."""
+
+
+def load_extra(package: str, user: object) -> Any:
+    """Import a package that `user`, a file, a setting or a command, cannot do without.
+
+    Raises DataError that says how to install it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise missing_extra(package, user) from error
+
+
+def missing_extra(package: str, user: object) -> DataError:
+    """The error for a package that is not installed."""
+    extra = _EXTRAS[package.partition(".")[0]]
+    return DataError(f"{user} needs the package {package}: pip install 'megads[{extra}]'")

@@ -1,0 +1,175 @@
+"""Curves over the steps of runs. Pure: no torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megads.report.figures import Figure, run_color, run_dash, text
+from megads.report.runs import Line, Run, number
+from megads.report.thinning import thin
+
+MAX_POINTS = 2000
+"""Of one curve; about two for each pixel of a wide screen."""
+MAX_MARKS = 200
+"""Of the steps of one curve whose value is not finite."""
+FEW_POINTS = 60
+"""Up to so many points each has a dot."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves of one or more keys of metrics.jsonl; the second and later keys are dashed.
+
+    `scale`: what values are multiplied by for `unit`.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    unit: str
+    lines: Callable[[Run], Sequence[Line]] = lambda run: run.steps
+    scale: float = 1.0
+    logarithmic: bool = False
+    layout: tuple[tuple[str, Any], ...] = ()
+
+
+class Point(NamedTuple):
+    """One value of a curve."""
+
+    step: int
+    tokens: float | None
+    value: float
+
+
+CHARTS = (
+    Chart("Training loss", ("loss",), "nats per token", logarithmic=True),
+    Chart(
+        "Validation loss", ("val_loss",), "nats per token", lambda r: r.evaluations,
+        logarithmic=True,
+    ),
+    Chart("Gradient norm", ("grad_norm",), "before clipping", logarithmic=True),
+    Chart("Learning rate", ("lr",), ""),
+    Chart("Throughput", ("tokens_per_second",), "tokens/s", layout=(("rangemode", "tozero"),)),
+    Chart("Utilisation", ("mfu", "hfu"), "%", scale=100, layout=(("rangemode", "tozero"),)),
+    Chart("Step time", ("step_time_s",), "s", layout=(("rangemode", "tozero"),)),
+    Chart("Peak memory", ("peak_memory_bytes",), "GiB", scale=2**-30),
+)  # fmt: skip
+
+
+def curve_figures(runs: Sequence[Run]) -> list[Figure]:
+    """Every chart that some run has values for."""
+    figures = []
+    for chart in CHARTS:
+        traces = [trace for index, run in enumerate(runs) for trace in _traces(chart, run, index)]
+        if traces:
+            axis = {"title": {"text": chart.unit}, **dict(chart.layout)}
+            figures.append(
+                Figure(
+                    chart.title,
+                    traces,
+                    {"yaxis": axis},
+                    by_step=True,
+                    logarithmic=chart.logarithmic,
+                )
+            )
+    return figures
+
+
+def points(lines: Iterable[Line], key: str, tokens: Callable[[int], float | None]) -> list[Point]:
+    """The values that lines have for a key, those included that are not finite."""
+    found = []
+    for line in lines:
+        value = number(line, key)
+        if value is not None:
+            found.append(Point(line["step"], tokens(line["step"]), value))
+    return found
+
+
+def tokens_at(run: Run) -> Callable[[int], float | None]:
+    """Tokens that a run had seen after a step; between logged steps a straight line."""
+    known = [(line["step"], n) for line in run.steps if (n := number(line, "tokens")) is not None]
+    steps = [0, *(step for step, _ in known)]
+    counts = [0.0, *(count for _, count in known)]
+
+    def tokens(step: int) -> float | None:
+        after = bisect_left(steps, step)
+        if not known or after == len(steps):
+            return None
+        if steps[after] == step:
+            return counts[after]
+        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+        return counts[after - 1] + share * (counts[after] - counts[after - 1])
+
+    return tokens
+
+
+def _traces(chart: Chart, run: Run, index: int) -> list[dict[str, Any]]:
+    tokens = tokens_at(run)
+    traces: list[dict[str, Any]] = []
+    for position, key in enumerate(chart.keys):
+        found = points(chart.lines(run), key, tokens)
+        label = run.name if len(chart.keys) == 1 else f"{run.name}, {key}"
+        traces += _curve(found, label, index, chart.scale, run_dash(index + 8 * position))
+    if chart.keys == ("val_loss",):
+        for source, found in _by_source(run, tokens).items():
+            traces += _curve(found, f"{run.name}, {source}", index, chart.scale, "dot")
+    return traces
+
+
+def _by_source(run: Run, tokens: Callable[[int], float | None]) -> dict[str, list[Point]]:
+    """Validation loss of each source, where there are several."""
+    lines: dict[str, list[Line]] = {}
+    for line in run.evaluations:
+        sources = line.get("val_loss_by_source")
+        for source, loss in sources.items() if isinstance(sources, dict) else ():
+            lines.setdefault(source, []).append({"step": line["step"], "loss": loss})
+    return {source: points(found, "loss", tokens) for source, found in lines.items()}
+
+
+def _curve(
+    found: list[Point], label: str, index: int, scale: float, dash: str
+) -> list[dict[str, Any]]:
+    """A line through the finite values, and a cross for each step that has another one."""
+    finite = [point for point in found if math.isfinite(point.value)]
+    if not found:
+        return []
+    shown = [finite[i] for i in thin([point.value for point in finite], MAX_POINTS)]
+    common = {"type": "scatter", "name": text(label), "legendgroup": str(index)}
+    line = {
+        **common,
+        "x": [point.step for point in shown],
+        "y": [point.value * scale for point in shown],
+        "meta": {"run": index, "tokens": [point.tokens for point in shown]},
+        "mode": "lines+markers" if len(shown) <= FEW_POINTS else "lines",
+        "line": {"color": run_color(index), "dash": dash, "width": 1.6},
+        "marker": {"size": 4},
+    }
+    marks = _marks(found, scale)
+    if not marks:
+        return [line]
+    crosses = {
+        **common,
+        "x": [point.step for point, _ in marks],
+        "y": [y for _, y in marks],
+        "text": [f"{point.value} at step {point.step}" for point, _ in marks],
+        "hoverinfo": "text+name",
+        "meta": {"run": index, "tokens": [point.tokens for point, _ in marks]},
+        "mode": "markers",
+        "marker": {"symbol": "x", "size": 9, "color": "#dc2626"},
+    }
+    return [line, crosses]
+
+
+def _marks(found: list[Point], scale: float) -> list[tuple[Point, float]]:
+    """Values that are not finite, each with the height to draw it at: the finite value before."""
+    height = next((p.value for p in found if math.isfinite(p.value)), 0.0)
+    marks: list[tuple[Point, float]] = []
+    for point in found:
+        if math.isfinite(point.value):
+            height = point.value
+        elif len(marks) < MAX_MARKS:
+            marks.append((point, height * scale))
+    return marks

@@ -1,0 +1,155 @@
+"""What a run left in its directory, read for a report. Pure: no torch.
+
+Anything may be missing or damaged: an old run lacks newer keys, one that still goes has a last line
+that is not finished, and a failing disk spoils others. What could be read is used, and
+`Run.problems` says what could not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megads.errors import DataError
+
+METRICS = "metrics.jsonl"
+Line = Mapping[str, Any]
+"""One object of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's curves and configuration.
+
+    `steps`, `evaluations`: lines in the order of their steps, the last word on each. `repeated`:
+    lines of steps that were made again. `config`: values by dotted key; `earlier`: that of before
+    a step, by the step, where a later start changed it. `written`: when the last line was.
+    """
+
+    name: str
+    path: Path
+    steps: Sequence[Line]
+    evaluations: Sequence[Line]
+    repeated: int
+    written: datetime
+    config: Mapping[str, object] = field(default_factory=dict)
+    earlier: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs in these directories, each once, under names that tell them apart.
+
+    Raises DataError naming every directory that holds no metrics.jsonl.
+    """
+    unique = list({path.resolve(): path for path in paths}.items())
+    missing = [
+        f"{path}: no {METRICS} there; give the run.dir of a run of megads-train"
+        for resolved, path in unique
+        if not (resolved / METRICS).is_file()
+    ]
+    if missing:
+        raise DataError(missing)
+    names = _names([resolved for resolved, _ in unique])
+    return [_read(name, path) for name, (path, _) in zip(names, unique, strict=True)]
+
+
+def number(line: Line, key: str) -> float | None:
+    """A value of a line, NaN and infinities included; None if it is absent or no number."""
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one, by dotted key."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        flat |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return flat
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ from each other."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _read(name: str, path: Path) -> Run:
+    problems: list[str] = []
+    steps, evaluations, repeated = _read_metrics(path / METRICS, problems)
+    superseded = path / "metrics.superseded.jsonl"
+    if superseded.is_file():
+        repeated += sum('"loss"' in line for line in _lines(superseded))
+    config: dict[str, object] = {}
+    if (path / "config.yaml").is_file():
+        config = _read_config(path / "config.yaml", problems)
+    else:
+        problems.append(f"{name}: no config.yaml")
+    earlier = {
+        int(found[1]): _read_config(file, problems)
+        for file in path.glob("config.before-step-*.yaml")
+        if (found := re.fullmatch(r"config\.before-step-(\d+)\.yaml", file.name))
+    }
+    written = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
+    return Run(name, path, steps, evaluations, repeated, written, config, earlier, tuple(problems))
+
+
+def _read_metrics(path: Path, problems: list[str]) -> tuple[list[Line], list[Line], int]:
+    """Lines of steps and of evaluations, and how many of earlier attempts at a step are left out.
+
+    A line of a step that is not after the last one is of a run that went back to a checkpoint.
+    """
+    steps: list[Line] = []
+    evaluations: list[Line] = []
+    repeated = unreadable = 0
+    for text in _lines(path):
+        line = _parse(text)
+        if line is None:
+            unreadable += text.endswith("\n")  # a last line without end is still being written
+            continue
+        kind = steps if "loss" in line else evaluations if "val_loss" in line else None
+        if kind is None:
+            continue
+        while kind and kind[-1]["step"] >= line["step"]:
+            kind.pop()
+            repeated += kind is steps
+        kind.append(line)
+    if unreadable:
+        problems.append(f"{path}: {unreadable} unreadable lines left out")
+    return steps, evaluations, repeated
+
+
+def _lines(path: Path) -> list[str]:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        return list(file)
+
+
+def _parse(text: str) -> Line | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+
+
+def _read_config(path: Path, problems: list[str]) -> dict[str, object]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(f"{path}: cannot be read: {' '.join(str(error).split())}")
+        return {}
+    if not isinstance(values, dict):
+        problems.append(f"{path}: not a mapping")
+        return {}
+    return flatten(values)

@@ -1,0 +1,132 @@
+"""Two timelines above each other, on one axis of time. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megads.report.figures import Figure, phase_colors, text
+from megads.report.runs import Run
+from megads.report.timeline import PASSES, ProfiledStep, Span, Timeline, busiest_first
+
+MAX_SPANS = 20_000
+"""Drawn of one timeline: the first ones."""
+MAX_LABELS = 600
+"""Passes up to which each is labelled with its microbatch."""
+MAX_TIMELINES = 24
+"""On one page."""
+
+
+def timeline_figures(profiles: Sequence[tuple[Run, ProfiledStep]]) -> list[Figure]:
+    """A figure for each profiled step and position, the first positions of every step first."""
+    order = sorted(profiles, key=lambda item: (item[1].dp, item[1].tp))
+    shown = order[:MAX_TIMELINES]
+    colors = phase_colors(
+        name
+        for _, p in shown
+        for name in busiest_first(s for r in p.measured.rows.values() for s in r)
+    )
+    return [_figure(run, profile, colors) for run, profile in shown]
+
+
+def _figure(run: Run, profile: ProfiledStep, colors: Mapping[str, str]) -> Figure:
+    measured, simulated = profile.measured, profile.simulated
+    traces = _bars(measured, colors, "y")
+    if simulated is not None:
+        traces += _bars(simulated, colors, "y2")
+    rows = len(measured.rows)
+    shape: dict[str, Any] = {
+        "barmode": "overlay",
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        "uniformtext": {"mode": "hide", "minsize": 9},
+        "height": 170 + (1 if simulated is None else 2) * (30 + rows * max(18, 44 - 3 * rows)),
+        "xaxis": {"title": {"text": "ms"}, "anchor": "y" if simulated is None else "y2"},
+        "yaxis": _rows(measured, "measured", [0.0 if simulated is None else 0.54, 1.0]),
+    }
+    if simulated is not None:
+        shape["yaxis2"] = _rows(simulated, "simulated", [0.0, 0.46]) | {"anchor": "x"}
+    title = f"{run.name}, step {profile.step}, dp {profile.dp}, tp {profile.tp}"
+    return Figure(title, traces, shape, _caption(profile))
+
+
+def _rows(timeline: Timeline, title: str, domain: list[float]) -> dict[str, Any]:
+    stages = list(timeline.rows)
+    return {
+        "title": {"text": title},
+        "domain": domain,
+        "range": [max(stages) + 0.6, min(stages) - 0.6],
+        "tickvals": stages,
+        "ticktext": [f"stage {stage}" for stage in stages],
+        "showgrid": False,
+        "zeroline": False,
+    }
+
+
+def _bars(timeline: Timeline, colors: Mapping[str, str], axis: str) -> list[dict[str, Any]]:
+    """A trace for each phase: passes fill their row, other phases are thin and in front."""
+    placed = [(stage, span) for stage, spans in timeline.rows.items() for span in spans]
+    placed = sorted(placed, key=lambda item: item[1].start)[:MAX_SPANS]
+    labelled = sum(span.name in PASSES for _, span in placed) <= MAX_LABELS
+    return [
+        _trace(name, [item for item in placed if item[1].name == name], colors[name], axis)
+        | ({} if labelled else {"text": None})
+        for name in busiest_first(span for _, span in placed)
+    ]
+
+
+def _trace(name: str, placed: Sequence[tuple[int, Span]], color: str, axis: str) -> dict[str, Any]:
+    is_pass = name in PASSES
+    spans = [span for _, span in placed]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": text(name),
+        "legendgroup": text(name),
+        "showlegend": axis == "y",
+        "yaxis": axis,
+        "y": [stage for stage, _ in placed],
+        "base": [round(1000 * span.start, 4) for span in spans],
+        "x": [round(1000 * span.seconds, 4) for span in spans],
+        "width": 0.84 if is_pass else 0.24,
+        "offset": -0.42 if is_pass else 0.18,
+        "marker": {
+            "color": color,
+            # Chunks of a stage are told apart by their shade.
+            "opacity": [
+                1.0 if not span.chunk else max(0.4, 1 - 0.25 * span.chunk) for span in spans
+            ],
+            "line": {"width": 0.5, "color": "#111827"},
+        },
+        "text": [str(span.microbatch) for span in spans] if is_pass else None,
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "customdata": [_hover(span) for span in spans],
+        "hovertemplate": "%{customdata}<extra>%{fullData.name}</extra>",
+    }
+
+
+def _hover(span: Span) -> str:
+    what = f"microbatch {span.microbatch}" if span.name in PASSES else text(span.name)
+    if span.chunk:
+        what += f", chunk {span.chunk}"
+    return f"{what}<br>{1000 * span.seconds:.2f} ms from {1000 * span.start:.2f}"
+
+
+def _caption(profile: ProfiledStep) -> str:
+    def said(timeline: Timeline, word: str) -> str:
+        start, end = timeline.bounds
+        return f"{word}: {1000 * (end - start):.1f} ms, bubble {timeline.bubble:.1%}. "
+
+    caption = said(profile.measured, "Measured")
+    if profile.simulated is None:
+        return f"{caption}Not simulated: {profile.reason}."
+    caption += said(profile.simulated, "Simulated")
+    caption += (
+        "The bubble is the share of the stages' time, from the first pass to the last, that is in "
+        "no pass; simulated passes take their stage's measured median, messages no time."
+    )
+    if sum(map(len, profile.measured.rows.values())) > MAX_SPANS:
+        caption += f" Only the first {MAX_SPANS} spans are drawn."
+    return caption
