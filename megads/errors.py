@@ -56,8 +56,8 @@ class KernelUnavailable(MegadsError):
     exit_status = 2
 
 
-class NonFiniteError(MegadsError):
-    """The loss or the gradient norm is not finite and the configuration says to stop."""
+class BadStepError(MegadsError):
+    """The loss or the gradient norm is not finite or a spike, and the run may not go on."""
 
 
 class HangError(MegadsError):

@@ -41,6 +41,7 @@ PURE = {
     "pipeline.partition",
     "pipeline.schedule",
     "pipeline.simulate",
+    "train.guard",
     "train.memory",
     "zero.memory",
     "zero.partition",

@@ -15,7 +15,7 @@ from torch import Tensor
 from megads.config.compose import compose
 from megads.config.schema import Config
 from megads.data.indexed import TokenWriter
-from megads.errors import NonFiniteError
+from megads.errors import BadStepError
 from megads.launch.env import RankInfo
 from tests.distributed import Workers
 
@@ -115,8 +115,8 @@ def train_rank(
     undo = before(rank, *args) if before is not None else None
     try:
         return train(config, pool_info(rank, world))
-    except NonFiniteError as error:
-        return f"NonFiniteError: {error}"
+    except BadStepError as error:
+        return f"BadStepError: {error}"
     finally:
         if undo is not None:
             undo()

@@ -3,8 +3,8 @@
     step-N               a checkpoint, if it holds COMMIT
     .tmp-step-N-xxxxxxxx one being written, or left behind by a job that died; never read
     .old-step-N-xxxxxxxx one whose place is being taken by a new save of the same step
-    .bad-step-N-xxxxxxxx one that was found damaged; never read, deleted when the run has come as
-                         far again
+    .bad-step-N-xxxxxxxx one that was found damaged, or that the run went back behind; never read,
+                         deleted when the run has come as far again
 
 Anything else in there is left alone. Pure: files, no torch.
 """
@@ -39,6 +39,11 @@ _REPLACED = re.compile(r"\.old-(step-[0-9]+)-[0-9a-f]{8}")
 def step_path(directory: Path, step: int) -> Path:
     """Where the checkpoint of `step` is."""
     return directory / f"step-{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint of a run, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def committed_steps(directory: Path) -> list[int]:
@@ -190,7 +195,7 @@ def recover(directory: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Take a damaged checkpoint out of the way, so that nothing counts it any more."""
+    """Take a checkpoint out of the way, so that nothing counts it any more."""
     path.rename(path.with_name(f".bad-{path.name}-{secrets.token_hex(4)}"))
     sync_directory(path.parent)
 

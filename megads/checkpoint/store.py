@@ -112,13 +112,13 @@ class CheckpointStore:
         return together(self.world, f"looking for checkpoints in {path or self.path}", look)[0]
 
     def set_aside(self, checkpoints: Sequence[Path]) -> None:
-        """Make damaged checkpoints of this store count no more; a later save deletes them."""
+        """Make checkpoints of this store count no more; a later save of their step deletes them."""
 
         def work() -> None:
             for checkpoint in checkpoints if self.world.index == 0 else ():
                 directory.set_aside(checkpoint)
 
-        together(self.world, "setting damaged checkpoints aside", work)
+        together(self.world, "setting checkpoints aside", work)
 
     def read_manifest(self, checkpoint: int | str | Path) -> Manifest:
         """The checked manifest of a step or path."""

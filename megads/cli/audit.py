@@ -57,6 +57,7 @@ def _table(report: AuditReport) -> str:
         f"{source.epochs:>8.2f} {source.share:>8.2%} {source.target:>8.2%}"
         for source in report.sources
     ]
+    lines += [f"rewound {rewind}" for rewind in report.rewinds]
     return "\n".join(lines)
 
 

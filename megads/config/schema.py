@@ -15,6 +15,7 @@ from pydantic import Field
 
 from megads.config.fields import (
     NUMBER,
+    Factor,
     Fraction,
     Group,
     NonNegative,
@@ -77,19 +78,21 @@ class TrainConfig(Group):
     each block's input alone."""
     nonfinite: Literal["skip", "stop", "rewind"] = "stop"
     """What a non-finite loss or gradient norm does: leave the update out, end the run, or go back
-    to the newest checkpoint and leave out the samples. fp16 overflows are always skipped."""
+    to a checkpoint and leave out the samples. fp16 overflows are always skipped."""
     spike: Literal["off", "skip", "stop", "rewind"] = "off"
     """What a spike of the loss or the gradient norm does; off: nothing is a spike."""
-    spike_loss: PositiveFloat | None = 2.0
+    spike_loss: Factor | None = 2.0
     """A loss above this many times the median of the last good steps is a spike; None: none is."""
-    spike_norm: PositiveFloat | None = 10.0
+    spike_norm: Factor | None = 10.0
     """The same of the gradient norm."""
     spike_window: Positive = 20
-    """Good steps that the medians are taken over; before there are so many nothing is a spike."""
+    """Good steps that the medians are taken over; before there are so many nothing is a spike. With
+    spike=skip, as many spikes in a row end the run."""
     rewind_skip: Positive = 1
-    """Global batches that a rewind leaves out, the last of them that of the bad step."""
+    """Global batches that a rewind leaves out, the last of them that of the bad step. The run goes
+    back to the newest checkpoint from before the first of them."""
     max_rewinds: NonNegative = 3
-    """Rewinds after which the next bad step ends the run."""
+    """Rewinds in the life of a run; the next bad step after them ends it."""
 
 
 class EvalConfig(Group):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megads.config.bad_steps import bad_step_problems
 from megads.config.data_files import data_problems
 from megads.config.directories import directory_problems
 from megads.config.model import ModelConfig
@@ -37,6 +38,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _kernels(config)
     problems += _optimizer(config)
     problems += _evaluation_and_checkpoints(config)
+    problems += bad_step_problems(config)
     problems += directory_problems(config)
     problems += data_problems(config)
     problems += setting_problems(config, dp)

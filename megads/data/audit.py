@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megads.data.ledger import LEDGER, VERSION, samples_digest
+from megads.data.ledger import LEDGER, VERSION, Rewind, samples_digest
 from megads.data.order import DataOrder, Located
 from megads.data.plan import DataPlan, PlannedSource
 from megads.data.sampler import Ids
@@ -48,6 +49,7 @@ class AuditReport:
     samples: int = 0
     starts: int = 0
     rolled_back: int = 0
+    rewinds: list[Rewind] = field(default_factory=list)
     sources: list[SourceTotals] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -101,6 +103,7 @@ class _Audit:
         self.coverage: dict[Key, Coverage] = {}
         self.order: DataOrder | None = None
         self.position = 0
+        self._run: str | None = None
         self._next_step: int | None = None
         live_until = _live_until(path)
         for number, entry in entries(path):
@@ -119,6 +122,8 @@ class _Audit:
             self.report.starts += 1
             if live_until[self.report.starts - 1] > int(entry["step"]):
                 self._start(entry)
+        elif kind == "rewind":
+            self.report.rewinds.append(Rewind.from_entry(entry))
         elif kind != "step" or not isinstance(step, int) or not self.report.starts:
             raise DataError("neither a start of a run nor a step after one")
         elif step > live_until[self.report.starts - 1]:
@@ -132,7 +137,7 @@ class _Audit:
     def _start(self, entry: dict[str, Any]) -> None:
         report, step, samples = self.report, int(entry["step"]), int(entry["samples"])
         plan = DataPlan.from_dict(entry["plan"])
-        self.order = DataOrder(plan)
+        self.order, self._run = DataOrder(plan), entry.get("run")
         begins = self._next_step is None
         if begins:
             self._next_step, report.first_step = step + 1, step + 1
@@ -177,6 +182,9 @@ class _Audit:
                 f"step {step}: begins after {samples} samples, {report.samples} were consumed"
             )
         positions = order.positions(np.arange(samples, samples + count, dtype=np.int64))
+        for rewind in report.rewinds:
+            if rewind.run == self._run and np.any(_inside(positions, rewind)):
+                self._problem(f"step {step}: reads what was to be left out by the rewind {rewind}")
         located = order.locate(positions)
         found = samples_digest(order.plan, located)
         if found != entry["digest"]:
@@ -281,6 +289,10 @@ def _live_until(path: Path) -> list[int]:
 def _by_source(located: Located) -> Iterator[tuple[int, Ids]]:
     for number in np.unique(located.source):
         yield int(number), located.sample[located.source == number]
+
+
+def _inside(positions: Ids, rewind: Rewind) -> NDArray[np.bool_]:
+    return (positions >= rewind.first) & (positions < rewind.after)
 
 
 def _key(source: PlannedSource) -> Key:

@@ -104,6 +104,10 @@ class TokenLoader:
     def plan(self) -> DataPlan:
         return self.order.plan
 
+    def position(self, consumed: int) -> int:
+        """Position of the sample that is read next after `consumed` samples."""
+        return self.plan.position(consumed)
+
     @property
     def names(self) -> list[str]:
         """A name for each of the plan's sources; numbered where files are called alike."""

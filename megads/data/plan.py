@@ -92,12 +92,7 @@ class DataPlan:
 
     def position(self, consumed: int) -> int:
         """Position of the sample that is read next after `consumed` samples."""
-        position = consumed
-        for first, after in self.skips:
-            if first > position:
-                break
-            position += after - first
-        return position
+        return position_after(self.skips, consumed)
 
     def continued(
         self,
@@ -190,6 +185,16 @@ def distinct(sources: Sequence[PlannedSource]) -> tuple[PlannedSource, ...]:
             source = PlannedSource.make(source.name, again, source.samples, source.seed)
         result.append(source)
     return tuple(result)
+
+
+def position_after(skips: Sequence[tuple[int, int]], consumed: int) -> int:
+    """Position of the sample that is read after `consumed` samples; skips as from `merged`."""
+    position = consumed
+    for first, after in skips:
+        if first > position:
+            break
+        position += after - first
+    return position
 
 
 def merged(skips: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from megads.config.schema import Config
 from megads.config.streams import num_lanes
 from megads.data.microbatches import Rows, cut_rows, placed
+from megads.data.plan import merged, position_after
 from megads.data.streaming_lane import LaneReader, Place, Sample, Tokens
 from megads.data.streaming_source import check_record, open_lane, open_stream
 from megads.data.tokenizer import load_tokenizer, require_eod
@@ -54,6 +55,7 @@ class StreamLoader:
         self.device = torch.device(device)
         self.document_mask = document_mask
         self._consumed = 0
+        self._skips: tuple[tuple[int, int], ...] = ()
         self._places = [Place()] * self.lanes
         self._streams: dict[int, Iterator[Sample]] = {}
         self._ready: dict[int, deque[Sample]] = {}
@@ -138,8 +140,22 @@ class StreamLoader:
             raise CheckpointError(
                 f"the checkpoint has places of {len(state['places'])} lanes, there are {self.lanes}"
             )
+        self._forget()
         self._places = [Place.from_dict(values) for values in state["places"]]
         self._consumed = consumed
+
+    def leave_out(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """From now on, read no sample at these positions `[first, after)` of the stream.
+
+        Both ends lie between batches. A position counts samples, those that are left out included;
+        each lane has every `lanes`th part of them.
+        """
+        self._forget()
+        self._skips = merged(ranges)
+
+    def position(self, consumed: int) -> int:
+        """Position of the sample that is read next after `consumed` samples."""
+        return position_after(self._skips, consumed)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -154,11 +170,27 @@ class StreamLoader:
         """Have `each` samples of these lanes ready."""
         for lane in lanes:
             if lane not in self._streams:
-                self._streams[lane] = self.reader.samples(lane, self._places[lane])
+                self._streams[lane] = self._samples(lane)
                 self._ready[lane] = deque()
             ready = self._ready[lane]
             while len(ready) < each:
                 ready.append(next(self._streams[lane]))
+
+    def _samples(self, lane: int) -> Iterator[Sample]:
+        """Samples of a lane from its place on, but for those that are left out."""
+        begin = self.position(self._consumed - 1) + 1 if self._consumed else 0
+        samples = self.reader.samples(lane, self._places[lane])
+        for number, sample in enumerate(samples, begin // self.lanes):
+            place = number * self.lanes
+            if not any(first <= place < after for first, after in self._skips):
+                yield sample
+
+    def _forget(self) -> None:
+        """Drop what was read ahead."""
+        wait([self._ahead] if self._ahead is not None else [])
+        self._ahead = None
+        self._streams.clear()
+        self._ready.clear()
 
 
 def open_stream_loader(config: Config, *, device: torch.device | str = "cpu") -> StreamLoader:

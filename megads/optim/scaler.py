@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megads.config.schema import PrecisionConfig
@@ -28,10 +27,6 @@ class LossScaler:
         self._min_scale = float(config.min_loss_scale)
         self._overflowed_at_minimum = False
 
-    def ok(self, norm: float) -> bool:
-        """Whether an update with this global gradient norm may be made; changes nothing."""
-        return math.isfinite(norm)
-
     @property
     def exhausted(self) -> bool:
         """The last update overflowed at the smallest scale: the values themselves are not finite.
@@ -41,7 +36,7 @@ class LossScaler:
         return self._overflowed_at_minimum
 
     def update(self, *, ok: bool) -> None:
-        """Record that an update was made (`ok`) or skipped, and adapt the scale."""
+        """Record that an update was made (`ok`) or overflowed and was skipped; adapt the scale."""
         self._overflowed_at_minimum = not ok and self.dynamic and self.scale <= self._min_scale
         if not ok:
             self.skipped += 1
@@ -53,6 +48,10 @@ class LossScaler:
         if self.dynamic and self.good_steps >= self._window:
             self.scale *= 2
             self.good_steps = 0
+
+    def skip(self) -> None:
+        """Record that an update was skipped though nothing overflowed."""
+        self.skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for the training state of a checkpoint."""

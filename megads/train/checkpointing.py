@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.directory import foreign_files, uncommitted
+from megads.checkpoint.directory import foreign_files, step_of, uncommitted
 from megads.checkpoint.manifest import COMMIT, Manifest
 from megads.checkpoint.store import LoadedState
 from megads.config.schema import Config
 from megads.data.streaming import StreamLoader
 from megads.errors import CheckpointError, DamageError
 from megads.train.build import RunParts
-from megads.train.data import continue_plan
+from megads.train.data import continue_plan, earlier_rewinds
 
 
 def resume(parts: RunParts) -> None:
@@ -29,8 +29,34 @@ def resume(parts: RunParts) -> None:
     own = store.candidates()
     if own or config.load is not None:
         _resume_from(parts, own)
-    for note in continue_plan(parts.config, parts.loader, parts.state):
+    parts.rewinds[:] = earlier_rewinds(parts.config, parts.state, parts.mesh.world)
+    for note in continue_plan(parts.config, parts.loader, parts.state, parts.rewinds):
         parts.metrics.note(note)
+
+
+def has_way_back(parts: RunParts) -> bool:
+    """Whether a rewind would find a checkpoint, or none is ever made. Collective."""
+    train = parts.config.train
+    return "rewind" not in (train.nonfinite, train.spike) or bool(parts.store.candidates())
+
+
+def go_back(parts: RunParts, *, before: int, wanted: int) -> None:
+    """Go on from an own checkpoint of a step before `before`. Collective.
+
+    From the newest whole one of step `wanted` or less; where none is kept that is so old, from the
+    oldest. The newer ones are set aside. Raises CheckpointError when there is none.
+    """
+    _wait(parts)
+    own = parts.store.candidates()
+    good = [path for path in own if step_of(path) <= wanted]
+    late = [path for path in reversed(own) if wanted < step_of(path) < before]
+    if not good and not late:
+        raise CheckpointError(f"there is no checkpoint in {parts.store.path} to go back to")
+    loaded, damaged = _load_first(parts, [*good, *late], parts.optimizer.state_kinds)
+    newer = [path for path in own if step_of(path) > loaded.step]
+    parts.store.set_aside([*newer, *(path for path in damaged if path not in newer)])
+    parts.optimizer.publish()
+    _take_over(parts, loaded.state, progress=True, own=True)
 
 
 def _resume_from(parts: RunParts, own: list[Path]) -> None:
@@ -103,6 +129,8 @@ def _take_over(parts: RunParts, saved: dict[str, Any], *, progress: bool, own: b
         return
     if "train" in saved:
         parts.state.restore(saved["train"])
+    if "guard" in saved:
+        parts.guard.load_state_dict(saved["guard"])
     if not own:
         parts.state.run_id = run_id  # another run's checkpoint, but this run
     if isinstance(parts.loader, StreamLoader):
@@ -128,6 +156,7 @@ def save(parts: RunParts) -> None:
         state={
             "train": parts.state.to_dict(),
             "scaler": parts.scaler.state_dict(),
+            "guard": parts.guard.state_dict(),
             "optimizer_updates": parts.optimizer.updates,
             "data": data_settings(parts.config),
             **_stream_state(parts),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megads.checkpoint.exchange import together
 from megads.config.schema import Config
 from megads.config.streams import is_streamed
-from megads.data.ledger import LEDGER, DataLedger
+from megads.data.ledger import LEDGER, DataLedger, Rewind, read_rewinds
 from megads.data.loader import TokenLoader, open_loader
 from megads.data.order import DataOrder
 from megads.data.plan import DataPlan
@@ -61,23 +62,42 @@ def require_same_data(loaders: list[TokenLoader | StreamLoader], world: Axis) ->
                 )
 
 
+def earlier_rewinds(config: Config, state: TrainState, world: Axis) -> list[Rewind]:
+    """The rewinds that the run has made so far, as the first rank reads them. Collective.
+
+    Raises CheckpointError on all ranks if it cannot.
+    """
+
+    def read() -> list[Rewind]:
+        path = Path(config.run.dir) / LEDGER
+        return [] if world.index else read_rewinds(path, state.run_id)
+
+    return together(world, "reading which samples to leave out", read)[0]
+
+
 def continue_plan(
-    config: Config, loader: TokenLoader | StreamLoader, state: TrainState
+    config: Config,
+    loader: TokenLoader | StreamLoader,
+    state: TrainState,
+    rewinds: Sequence[Rewind] = (),
 ) -> list[str]:
     """Have the loader go on where `state` is: what was read stays, the rest is planned anew.
 
-    Returns what to tell the user of. Raises DataError when `data.epochs` and `data.limits` do not
-    allow as many samples as the run will read.
+    What the rewinds leave out is read no more. Returns what to tell the user of. Raises DataError
+    when `data.epochs` and `data.limits` do not allow as many samples as the run will read.
     """
+    left_out = [(rewind.first, rewind.after) for rewind in rewinds]
     if not isinstance(loader, TokenLoader):
+        loader.leave_out(left_out)
         return []
+    mixture = replace(loader.mixture, skips=(*loader.mixture.skips, *left_out))
     notes: list[str] = []
     saved, fresh = state.data_plan, loader.plan
     if saved is not None or state.samples:
         before = fresh if saved is None else DataPlan.from_dict(saved)
         if saved is None:
             before, notes = _unrecorded(config, loader)
-        plan = DataOrder(before).continued(loader.planned, loader.mixture, state.samples)
+        plan = DataOrder(before).continued(loader.planned, mixture, state.samples)
         loader.follow(plan)
         notes += _changes(before, plan, plan.position(state.samples))
     require_supply(config, loader.plan, step=state.step, samples=state.samples)

@@ -34,9 +34,9 @@ def train(
     `activity` is told what this rank does. After `deadline`, in seconds since the epoch, the run
     saves and stops, as on a signal.
 
-    Raises NonFiniteError when a loss or gradient norm is not finite and `train.nonfinite=stop`;
-    the model has not been updated with it then, and no checkpoint written. Raises CheckpointError
-    when a save failed and `checkpoint.on_error=stop`, or when it was the last one.
+    Raises BadStepError when a step is bad and the configuration says to stop, or nothing else is
+    left to do; the model has not been updated with it then, and no checkpoint written. Raises
+    CheckpointError when a save failed and `checkpoint.on_error=stop`, or when it was the last one.
     """
     with StopRequest(deadline) as stop:
         parts = build(config, info, activity)
@@ -62,6 +62,8 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     _write_config(parts)
     parts.metrics.rewind(state.step)
     _start_ledger(parts)
+    if not has_way_back(parts):
+        _save(parts)
     saved_at = state.step
     parts.timer.start()
     times: list[StepTime] = []
@@ -123,18 +125,6 @@ def _finish(parts: RunParts) -> None:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _check_finite(parts: RunParts, result: StepResult) -> None:
-    """Stop the run, on every rank alike, unless the step's update may be skipped."""
-    if result.applied:
-        return
-    skippable = parts.config.train.nonfinite == "skip" or parts.scaler.dynamic
-    if not skippable or parts.scaler.exhausted:
-        raise NonFiniteError(
-            f"step {parts.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; the "
-            f"update was not made. train.nonfinite=skip leaves such steps out and goes on"
-        )
 
 
 def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megads.config.schema import Config
+from megads.train.guard import Verdict
 from tests import training
 from tests.distributed import Workers
 from tests.training import tiny_config, world_size, write_tokens
@@ -30,8 +31,12 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
     from megads.train.build import build
 
     parts = build(config, training.pool_info(rank, world))
-    counts, original = [], type(parts.scaler).ok
-    parts.scaler.ok = lambda norm: parts.state.step % 3 != 2 and original(parts.scaler, norm)
+    counts, original = [], parts.guard.judge
+
+    def judge(loss: float, norm: float) -> Verdict:
+        return "nonfinite" if parts.state.step % 3 == 2 else original(loss, norm)
+
+    parts.guard.judge = judge  # type: ignore[method-assign]
     try:
         for _ in range(steps):
             step.train_step(parts)
