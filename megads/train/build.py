@@ -49,7 +49,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class RunParts:
-    """What `build` made. `modules`: this rank's model chunks; `rewinds`: those of the run so far."""
+    """What `build` made. `modules`: this rank's model chunks; `rewinds`: those made so far."""
 
     config: Config
     mesh: Mesh
