@@ -186,12 +186,12 @@ def first_failure(ends: Sequence[WorkerEnd]) -> WorkerEnd:
     """The worker whose end made the others fail.
 
     A worker killed by a signal that the launcher does not send (a crash, the kernel out of memory)
-    comes before those that wrote an error, since their errors may be about its absence; then the
-    earliest; workers that the launcher told to leave come last.
+    or gone too early without an error comes before those that wrote one, since theirs may be about
+    its absence; then the earliest; workers that the launcher told to leave come last.
     """
 
     def order(end: WorkerEnd) -> tuple[int, float]:
-        crashed = end.status < 0 and end.message is None
+        crashed = end.status == 0 or (end.status < 0 and end.message is None)
         return (2 if end.told_to_leave else 0 if crashed else 1, end.when)
 
     return min(ends, key=order)

@@ -43,6 +43,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._look()
         self._thread.start()
         return self
 

@@ -130,6 +130,16 @@ def test_stop_is_passed_on_and_workers_may_save(tmp_path: Path, number: signal.S
     assert not _alive(tmp_path)
 
 
+def test_further_requests_to_stop_do_no_harm(tmp_path: Path) -> None:
+    process = _launcher("stop", tmp_path)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.05)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (3, "")
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
 def test_second_interrupt_kills(tmp_path: Path) -> None:
     process = _launcher("deaf", tmp_path)
     process.send_signal(signal.SIGINT)
@@ -149,6 +159,40 @@ def test_workers_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     _until(lambda: not _alive(tmp_path), seconds=10)
 
 
+@pytest.mark.parametrize("how", ["absent", "exits"])
+def test_a_worker_that_leaves_early_with_status_0_has_failed(how: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure) as failure:
+        launch_local(compose(), 2, WORKLOAD, [how, str(tmp_path)])
+    first = "before the run was finished" if how == "absent" else "SystemExit: 0"
+    assert first in str(failure.value).splitlines()[0 if how == "absent" else -1 - 1]
+    assert "rank 1 failed with exit status" in str(failure.value)
+    assert failure.value.exit_status == 1
+
+
+def _restarted(tmp_path: Path, what: str, *words: str) -> int:
+    config = compose([f"run.dir={tmp_path}", *words])
+    return launch_local(config, 2, WORKLOAD, [what, str(tmp_path)])
+
+
+def test_a_failed_job_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert _restarted(tmp_path, "twice", "launch.max_restarts=1") == 0
+    text = caplog.text
+    assert "ValueError: try again" in text and "restart 1 of 1" in text
+    (kept,) = (tmp_path / "failures").iterdir()
+    assert "ValueError: try again" in (kept / "failure.txt").read_text()
+    line = (kept / "rank-0.txt").read_text().splitlines()[0]
+    assert "rank 0" in line and "the first try" in line and line.rstrip() in text
+    assert not _alive(tmp_path)
+
+
+def test_no_restart_unless_asked_for_or_where_it_is_of_no_use(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match="ValueError: try again"):
+        _restarted(tmp_path, "twice")
+    (tmp_path / "again").unlink()
+    with pytest.raises(WorkerFailure, match=r"\Ano use"):
+        _restarted(tmp_path, "final", "launch.max_restarts=3")
+
+
 def test_first_failure_of_what_the_agent_saw() -> None:
     told = WorkerEnd(0, -15, when=1.0, told_to_leave=True)
     killed_by_us = WorkerEnd(3, -9, when=0.5, told_to_leave=True)
@@ -156,6 +200,8 @@ def test_first_failure_of_what_the_agent_saw() -> None:
     crash = WorkerEnd(4, -11, when=9.0)
     assert first_failure([told, late, early, killed_by_us]) is early
     assert first_failure([told, late, early, crash, killed_by_us]) is crash
+    absent = WorkerEnd(5, 0, "gone", 8.0)
+    assert first_failure([told, late, early, absent]) is absent
 
 
 def test_configuration_is_handed_over_unchanged() -> None:

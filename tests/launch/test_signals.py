@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -28,3 +29,12 @@ def test_an_inner_request_knows_of_earlier_signals() -> None:
             assert inner.requested and inner.reason == "SIGUSR1"
     with StopRequest() as later:
         assert not later.requested
+
+
+def test_a_time_limit_is_a_request() -> None:
+    with StopRequest(time.time() + 0.2) as stop:
+        assert not stop.requested
+        time.sleep(0.25)
+        assert stop.requested and stop.reason == "launch.stop_after"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megads.errors import LayoutError
+from megads.errors import CheckpointError, LayoutError
+from megads.launch.activity import Activity, activity_file
 from megads.launch.env import started
-from megads.launch.worker import end_with, failed, leave
+from megads.launch.worker import end_with, failed, finished, leave
 
 
 def work(arguments: Sequence[str]) -> None:
@@ -24,6 +26,7 @@ def work(arguments: Sequence[str]) -> None:
         act(what, place.rank, directory)
     except BaseException as error:
         leave(failed(place, error)[0])
+    finished(place)
     leave(0)
 
 
@@ -61,6 +64,21 @@ def act(what: str, rank: int, directory: Path) -> None:
         time.sleep(0.5)
         (directory / f"saved-{rank}").touch()
         leave(3)
+    elif what in ("absent", "exits"):
+        # Rank 1 ends as if all was well; rank 0 notices and fails of that.
+        if rank == 1:
+            os._exit(0) if what == "absent" else sys.exit(0)
+        wait_for_end_of(directory / "pid-1")
+        raise ConnectionError("a peer is gone")
+    elif what in ("twice", "final"):
+        # The first start fails, and a second one would go well.
+        first = not (directory / "again").exists()
+        if rank == 0 and first:
+            Activity(activity_file(directory, rank), rank).doing("the first try")
+            (directory / "again").touch()
+            raise CheckpointError("no use") if what == "final" else ValueError("try again")
+        if first:
+            time.sleep(600)
     elif what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (directory / f"ready-{rank}").touch()

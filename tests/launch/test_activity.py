@@ -1,0 +1,76 @@
+"""The file that says what a rank is doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+from megads.launch.activity import LINE_BYTES, Activity, activity_file, is_since, read_activity
+
+
+def test_the_last_action_is_on_one_line_of_fixed_size(tmp_path: Path) -> None:
+    path = activity_file(tmp_path, 3)
+    activity = Activity(path, 3)
+    assert path == tmp_path / "ranks" / "rank-3.txt"
+    assert read_activity(path) == path.read_text().rstrip()
+    assert "step 0, starting, since" in path.read_text()
+    activity.step = 17
+    activity.observe("forward", (1, 4), False)
+    assert activity.is_own and time.monotonic() - activity.since < 1
+    activity.observe("all_reduce tp", (), True)
+    assert not activity.is_own
+    text = read_activity(path)
+    assert text is not None
+    who, _, when = text.partition(", since ")
+    assert who.endswith("): step 17, waiting in all_reduce tp") and who.startswith(
+        "rank 3 (process"
+    )
+    assert abs(datetime.fromisoformat(when).timestamp() - time.time()) < 2
+    activity.doing("x" * 1000)
+    assert len(path.read_bytes()) == LINE_BYTES and path.read_bytes().count(b"\n") == 1
+
+
+def test_stacks_follow_the_line(tmp_path: Path) -> None:
+    path = activity_file(tmp_path, 0)
+    activity = Activity(path, 0)
+    activity.dump("for a test")
+    activity.doing("something else")
+    first, *rest = path.read_text().splitlines()
+    assert "something else" in first
+    assert any("for a test" in line for line in rest)
+    assert any("test_stacks_follow_the_line" in line for line in rest)
+
+
+def test_the_start_before_is_kept(tmp_path: Path) -> None:
+    path = activity_file(tmp_path, 0)
+    for word in ("first", "second", "third"):
+        Activity(path, 0).doing(word)
+    before = path.with_name("rank-0.previous.txt")
+    assert "third" in path.read_text() and "second" in before.read_text()
+    assert {p.name for p in path.parent.iterdir()} == {path.name, before.name}
+
+
+def test_it_outlives_a_killed_process(tmp_path: Path) -> None:
+    path = activity_file(tmp_path, 0)
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from megads.launch.activity import Activity\n"
+        "activity = Activity(Path(sys.argv[1]), 0)\n"
+        "activity.doing('the very last thing'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    started = time.time()
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path.cwd(), timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert "the very last thing" in (read_activity(path) or "")
+    assert is_since(path, started) and not is_since(path, time.time() + 60)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    assert read_activity(tmp_path / "none") is None
+    assert not is_since(tmp_path / "none", 0.0)
+    assert os.listdir(tmp_path) == []
