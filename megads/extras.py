@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from megads.errors import DataError
 
 _EXTRAS = {
     "datasets": "data",
+    "lm_eval": "eval",
     "plotly": "report",
     "pyarrow": "data",
+    "tensorboard": "logging",
     "tiktoken": "data",
+    "wandb": "logging",
     "zstandard": "data",
 }
 """Which optional dependencies of megads bring a package."""
@@ -32,3 +36,13 @@ def missing_extra(package: str, user: object) -> DataError:
     """The error for a package that is not installed."""
     extra = _EXTRAS[package.partition(".")[0]]
     return DataError(f"{user} needs the package {package}: pip install 'megads[{extra}]'")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, as far as that shows without trying.
+
+    A directory of its name where the command was started is not the package, though Python would
+    import it.
+    """
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

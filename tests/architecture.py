@@ -64,7 +64,7 @@ BASE = {"errors", "config", "pure", "extras"}
 LAYERS = {
     "errors": set(),
     "extras": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "extras"},
     "pure": BASE,
     "launch": BASE,
     "parallel": BASE,

@@ -163,7 +163,7 @@ def gathered_weights(rank: int, world: int, config: Config, kinds: Sequence[str]
         with p.opened() as data:
             held.append((p.key, p.global_shape, p.offset, data.clone()))
     parts.loader.close()
-    parts.metrics.close()
+    parts.metrics.close(0)
     parts.close()
     return held
 

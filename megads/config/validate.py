@@ -12,6 +12,7 @@ from pathlib import Path
 from megads.config.bad_steps import bad_step_problems
 from megads.config.data_files import data_problems
 from megads.config.directories import directory_problems
+from megads.config.loggers import logger_problems
 from megads.config.model import ModelConfig
 from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig, OptimConfig
 from megads.config.stages import stage_problems
@@ -39,6 +40,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _optimizer(config)
     problems += _evaluation_and_checkpoints(config)
     problems += bad_step_problems(config)
+    problems += logger_problems(config)
     problems += directory_problems(config)
     problems += data_problems(config)
     problems += setting_problems(config, dp)

@@ -32,7 +32,7 @@ class RankInfo:
     """One process's place in the job, and where to meet the others.
 
     `node` is the index of the machine; `device` is "cpu" or "cuda:i"; `how` says who started the
-    process.
+    process, `job` what for: the same for all processes of a job.
     """
 
     rank: int
@@ -45,6 +45,7 @@ class RankInfo:
     master_addr: str
     master_port: int
     how: Launcher
+    job: str = "a job"
 
     @property
     def init_method(self) -> str:
@@ -150,6 +151,11 @@ def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def variables(prefix: str) -> dict[str, str]:
+    """What the user has set in the environment for a library, by the beginning of the names."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
 def launcher_pid() -> int | None:
     """The process that `worker_environment` was made in; None when none was."""
     pid = os.environ.get(LAUNCHER_PID)
@@ -202,6 +208,7 @@ def _from_torchrun(environ: Mapping[str, str], backend: BackendChoice) -> RankIn
         master_addr=environ["MASTER_ADDR"],
         master_port=int(environ["MASTER_PORT"]),
         how="torchrun" if LAUNCHER_PID not in environ else "local",
+        job=f"job {environ.get('TORCHELASTIC_RUN_ID') or environ.get(LAUNCHER_PID, '')}".strip(),
     )
 
 
@@ -214,8 +221,9 @@ def _from_slurm(environ: Mapping[str, str], backend: BackendChoice) -> RankInfo:
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     counts = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_world_size = counts[node] if node < len(counts) else world_size
-    step = environ.get("SLURM_STEP_ID", "0")
-    port = master_port(int(environ["SLURM_JOB_ID"]), int(step) if step.isdecimal() else 0)
+    job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
+    requeued = environ.get("SLURM_RESTART_COUNT") or "0"
+    port = master_port(int(job), (int(step) if step.isdecimal() else 0) + int(requeued))
     device, chosen = _device(environ, backend, local_rank, local_world_size)
     return RankInfo(
         rank=int(environ["SLURM_PROCID"]),
@@ -228,6 +236,7 @@ def _from_slurm(environ: Mapping[str, str], backend: BackendChoice) -> RankInfo:
         master_addr=environ.get("MASTER_ADDR") or first_host(nodelist),
         master_port=int(environ.get("MASTER_PORT") or port),
         how="slurm",
+        job=f"SLURM job {job}.{step} (requeued {requeued} times)",
     )
 
 

@@ -2,9 +2,11 @@
 
 A multiplication of `[m, k]` by `[k, n]` is 2mkn operations. Counted are the matrix products of the
 model as it is written down: all projections, the head, and both attention products over all pairs
-of positions. Not counted are element-wise work, lookups, vocabulary padding, what a causal mask, a
-window or documents leave out, and whatever recomputation does again. This is what
-`torch.utils.flop_counter` reports for the plain model, and for one token
+of positions, whether or not a causal mask, a window or documents leave some out. Not counted are
+element-wise work, lookups and vocabulary padding. What recomputation does again is counted apart:
+model FLOPs utilisation (MFU) is without it, hardware FLOPs utilisation (HFU) with it (Korthikanti
+et al. 2022, arXiv 2205.05198). The former is what `torch.utils.flop_counter` reports for the plain
+model, and for one token
 
     6 x (weights of the matrix products) + 12 x layers x heads x head_dim x seq_length
 
@@ -14,7 +16,9 @@ window or documents leave out, and whatever recomputation does again. This is wh
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megads.config.model import ModelConfig
 
@@ -38,13 +42,18 @@ class ForwardFlops:
 def forward_flops(config: ModelConfig, batch_size: int, seq_length: int) -> ForwardFlops:
     """Forward operations on `batch_size` sequences, by part; a lookup has none."""
     tokens = batch_size * seq_length
-    query = config.num_attention_heads * config.head_dim
-    scores_and_values = 2 * (2 * tokens * seq_length * query)
+    attention = attention_flops(config, batch_size, seq_length)
     return ForwardFlops(
         embedding=0,
-        block=2 * tokens * block_matmul_weights(config) + scores_and_values,
+        block=2 * tokens * block_matmul_weights(config) + attention,
         head=2 * tokens * config.vocab_size * config.hidden_size,
     )
+
+
+def attention_flops(config: ModelConfig, batch_size: int, seq_length: int) -> int:
+    """Forward operations of one block's products of queries with keys, and of those with values."""
+    query = config.num_attention_heads * config.head_dim
+    return 2 * (2 * batch_size * seq_length * seq_length * query)
 
 
 def block_matmul_weights(config: ModelConfig) -> int:
@@ -63,6 +72,29 @@ def training_flops(config: ModelConfig, batch_size: int, seq_length: int) -> int
     """
     forward = forward_flops(config, batch_size, seq_length).total(config.num_layers)
     return (1 + BACKWARD_PER_FORWARD) * forward
+
+
+def recomputed_flops(
+    config: ModelConfig,
+    batch_size: int,
+    seq_length: int,
+    *,
+    recompute: Literal["none", "selective", "full"],
+    layers: int | None,
+    chunks: Sequence[int],
+) -> int:
+    """Operations that a step does again instead of keeping their results, over all devices.
+
+    With `recompute` "full" the forward pass of blocks: of the first `layers` in each of the model's
+    chunks, which have `chunks` layers, or of all. With "selective" attention in every block; what a
+    fused kernel recomputes of it by itself in its backward pass is not counted.
+    """
+    if recompute == "none":
+        return 0
+    if recompute == "selective":
+        return config.num_layers * attention_flops(config, batch_size, seq_length)
+    blocks = sum(n if layers is None else min(n, layers) for n in chunks)
+    return blocks * forward_flops(config, batch_size, seq_length).block
 
 
 # Dense peaks in TFLOP/s from NVIDIA's data sheets and architecture papers: tensor cores for bf16

@@ -181,7 +181,7 @@ def build(config: Config, info: RankInfo, activity: Activity | None = None) -> R
         store=CheckpointStore(
             run_dir / "checkpoints", mesh.world, saving=mesh.saving, keep=config.checkpoint.keep
         ),
-        metrics=Metrics(run_dir / "metrics.jsonl", writes=is_first),
+        metrics=Metrics.of_run(config, state) if is_first else Metrics(None),
         timer=StepTimer(config.logging, mesh, run_dir, activity),
         state=state,
     )

@@ -12,15 +12,13 @@ from megads.errors import FINISHED_STATUS, STOPPED_STATUS
 from megads.launch.activity import Activity
 from megads.launch.env import RankInfo
 from megads.launch.signals import StopRequest
-from megads.models.flops import device_peak_tflops, training_flops
 from megads.train.bad_steps import handle_bad_step
 from megads.train.build import RunParts, build
 from megads.train.checkpointing import finish, has_way_back, must_stop, resume, save, settle
 from megads.train.evaluate import evaluate
-from megads.train.metrics import device_name
 from megads.train.step import StepResult, train_step
 from megads.train.timing import StepTime
-from megads.train.usage import memory_report
+from megads.train.usage import memory_report, speed_report
 
 
 def train(
@@ -40,6 +38,7 @@ def train(
     """
     with StopRequest(deadline) as stop:
         parts = build(config, info, activity)
+        status = 1  # unless the run comes to an end by itself
         try:
             resume(parts)
             status = _run(parts, stop)
@@ -47,7 +46,7 @@ def train(
             parts.timer.stop()
             settle(parts)
             parts.loader.close()
-            parts.metrics.close()
+            parts.metrics.close(status)
             parts.ledger.close()
         parts.close()
         return status
@@ -132,13 +131,6 @@ def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
     ranks = _compare_ranks(parts) if _due(config.logging.ranks_every, state.step) else {}
     if not _due(config.logging.every, state.step) and result.applied:
         return
-    batch = result.batch
-    tokens = batch.global_batch_size * batch.seq_length
-    flops = training_flops(config.model, batch.global_batch_size, batch.seq_length)
-    tflops = flops / seconds / parts.mesh.world.size / 1e12
-    peak = config.logging.peak_tflops or device_peak_tflops(
-        device_name(parts.mesh.device), config.precision.name
-    )
     values: dict[str, Any] = {
         "step": state.step,
         "loss": result.loss,
@@ -150,9 +142,7 @@ def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
         "data_wait_s": result.data_wait_s,
         "save_s": parts.timer.saving_s,
         "phases_s": time.durations.by_phase,
-        "tokens_per_second": tokens / seconds,
-        "tflops_per_device": tflops,
-        "mfu": tflops / peak if peak else None,
+        **speed_report(parts, result.batch, seconds),
         "loss_scale": result.loss_scale,
         "skipped": parts.scaler.skipped,
         **ranks,

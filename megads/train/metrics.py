@@ -1,166 +1,85 @@
-"""What a run reports: metrics.jsonl always, a live line on a terminal, plain lines elsewhere."""
+"""What a run reports: metrics.jsonl and the display always, trackers such as wandb if wanted."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import sys
-from collections.abc import Mapping
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
 
-import torch
-from rich.console import Console
-from rich.progress import (
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column
-
-Value = float | int | bool | str | None
-
-
-class Display(Protocol):
-    """Where a person watches the run."""
-
-    def step(self, values: Mapping[str, Value], total_steps: int) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LiveDisplay:
-    """One line that is redrawn: steps done, loss, speed, time left."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn(
-                "step {task.completed}/{task.total}  {task.description}",
-                table_column=Column(no_wrap=True, overflow="ellipsis"),
-            ),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            console=console,
-        )
-        self._task: TaskID | None = None
-
-    def step(self, values: Mapping[str, Value], total_steps: int) -> None:
-        step = int(values["step"] or 0)
-        if self._task is None:
-            self._task = self._progress.add_task("", total=total_steps, completed=step - 1)
-            self._progress.start()
-        self._progress.update(self._task, completed=step, description=_summary(values))
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-class PlainDisplay:
-    """A line per logged step, for files and pipes."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._seconds: list[float] = []
-
-    def step(self, values: Mapping[str, Value], total_steps: int) -> None:
-        step = int(values["step"] or 0)
-        self._seconds = [*self._seconds[-49:], float(values["step_time_s"] or 0.0)]
-        remaining = (total_steps - step) * sorted(self._seconds)[len(self._seconds) // 2]
-        self.note(f"step {step}/{total_steps}  {_summary(values)}  eta {_clock(remaining)}")
-
-    def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        pass
-
-
-def _summary(values: Mapping[str, Value]) -> str:
-    text = (
-        f"loss {values['loss']:.4f}  grad norm {values['grad_norm']:.3f}  "
-        f"lr {values['lr']:.3g}  {_count(float(values['tokens_per_second'] or 0))} tokens/s"
-    )
-    if values["mfu"] is not None:
-        text += f"  mfu {values['mfu']:.1%}"
-    return text + (f"  skipped {values['skipped']}" if values["skipped"] else "")
-
-
-def _count(number: float) -> str:
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{suffix}"
-    return f"{number:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+from megads.config.decode import to_yaml
+from megads.config.schema import Config
+from megads.train.display import Display, open_display
+from megads.train.sinks import CLOSE_S, Background, JsonLines, Line, Sink, TensorBoard
+from megads.train.state import TrainState
+from megads.train.wandb_run import WandbRun
 
 
 class Metrics:
-    """Writes on one rank; silent on the others, which may call everything all the same."""
+    """Writes on one rank; silent on the others, which may call everything all the same.
 
-    def __init__(self, path: Path, *, writes: bool) -> None:
-        self._path = path
-        self._file: TextIO | None = None
-        self._display: Display | None = None
-        if writes:
-            _drop_torn_line(path)
-            self._file = path.open("a", encoding="utf-8")
-            console = Console(file=sys.stdout)
-            self._display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+    `directory` is run.dir, or None on a rank that is silent. `trackers` get every line too; what
+    they and others put into `notes`, from whatever thread, is shown with the next line.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        trackers: Sequence[Background] = (),
+        notes: queue.SimpleQueue[str] | None = None,
+    ) -> None:
+        self._lines = JsonLines(directory / "metrics.jsonl") if directory is not None else None
+        self._display: Display | None = open_display() if directory is not None else None
+        self._trackers, self._notes = trackers, notes or queue.SimpleQueue()
+
+    @classmethod
+    def of_run(cls, config: Config, state: TrainState) -> Metrics:
+        """Of the rank that writes, with the trackers of logging.loggers.
+
+        The run's id is read when the first step is about to be made, after a resume.
+        """
+        directory, notes = Path(config.run.dir), queue.SimpleQueue[str]()
+
+        def wandb() -> Sink:
+            return WandbRun(config, state.run_id, notes.put)
+
+        def tensorboard() -> Sink:
+            return TensorBoard(directory / "tensorboard", to_yaml(config))
+
+        makers: dict[str, Callable[[], Sink]] = {"wandb": wandb, "tensorboard": tensorboard}
+        wanted = [name for name in makers if name in config.logging.loggers]
+        trackers = [Background(name, makers[name], notes.put) for name in wanted]
+        return cls(directory, trackers, notes)
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`: lines of later steps move to metrics.superseded.jsonl.
-
-        They were written between the checkpoint and a crash, and those steps are made again.
-        """
-        if self._file is None:
+        """The run begins or goes on after `step`: what was recorded of later steps is void, for
+        they are made again. Comes before the first step."""
+        if self._lines is None:
             return
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        late = [line for line in lines if not _is_up_to(line, step)]
-        if not late:
-            return
-        with self._path.with_name("metrics.superseded.jsonl").open("a", encoding="utf-8") as old:
-            old.writelines(late)
-        temporary = self._path.with_name("metrics.jsonl.tmp")
-        kept = "".join(line for line in lines if _is_up_to(line, step))
-        temporary.write_text(kept, encoding="utf-8")
-        self._file.close()
-        temporary.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        made = self._lines.made
+        for sink in self._sinks():
+            sink.rewind(step, made)
 
-    def step(self, values: Mapping[str, Value], total_steps: int) -> None:
+    def step(self, line: Line, total_steps: int) -> None:
         """Record one training step."""
-        self._write(values)
+        self._record(line)
         if self._display is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._display.step(values, total_steps)
+                self._display.step(line, total_steps)
 
     def evaluation(
         self, step: int, val_loss: float, by_source: Mapping[str, float] | None = None
     ) -> None:
-        """Record a validation loss, and that of each source if there are several.
-
-        Perplexity is the exponential of the loss.
-        """
-        perplexity = math.inf if val_loss >= 700 else math.exp(val_loss)
-        values: dict[str, Value | dict[str, float]] = {
-            "step": step,
-            "val_loss": val_loss,
-            "val_ppl": perplexity,
-        }
-        text = f"validation at step {step}: loss {val_loss:.4f}  perplexity {perplexity:.2f}"
+        """Record a validation loss, and that of each source if there are several."""
+        ppl = perplexity(val_loss)
+        line: dict[str, object] = {"step": step, "val_loss": val_loss, "val_ppl": ppl}
+        text = f"validation at step {step}: loss {val_loss:.4f}  perplexity {ppl:.2f}"
         if by_source is not None and len(by_source) > 1:
-            values["val_loss_by_source"] = dict(by_source)
+            line["val_loss_by_source"] = dict(by_source)
             text += "".join(f"  {name} {loss:.4f}" for name, loss in by_source.items())
-        self._write(values)
+        self._record(line)
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -169,35 +88,32 @@ class Metrics:
             with contextlib.suppress(BrokenPipeError):
                 self._display.note(text)
 
-    def close(self) -> None:
+    def close(self, status: int) -> None:
+        """The run ends with this exit status. Waits CLOSE_S for the trackers, all together."""
+        deadline = time.monotonic() + CLOSE_S
+        for tracker in self._trackers:
+            tracker.end(status)
+        for tracker in self._trackers:
+            tracker.join(deadline)
+        self._show_notes()
         if self._display is not None:
             self._display.close()
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close(status)
 
-    def _write(self, values: Mapping[str, Value | dict[str, float]]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
+    def _record(self, line: Line) -> None:
+        for sink in self._sinks():
+            sink.record(line)
+        self._show_notes()
 
+    def _sinks(self) -> Sequence[Sink | Background]:
+        return () if self._lines is None else (self._lines, *self._trackers)
 
-def _is_up_to(line: str, step: int) -> bool:
-    """Whether a line is of `step` or before; one that a failing disk spoiled is not."""
-    try:
-        return int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line that a killed run did not finish writing."""
-    if path.exists():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
+    def _show_notes(self) -> None:
+        while not self._notes.empty():
+            self.note(self._notes.get())
 
 
-def device_name(device: torch.device) -> str:
-    """The marketing name of a GPU; "cpu" otherwise."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats; infinite where that is no number."""
+    return math.inf if loss >= 700 else math.exp(loss)

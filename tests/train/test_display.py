@@ -6,17 +6,19 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megads.train.metrics import LiveDisplay, Metrics, PlainDisplay, Value
+from megads.train.display import LiveDisplay, PlainDisplay
+from megads.train.metrics import Metrics
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
-def values(step: int, **changes: Value) -> dict[str, Value]:
+def values(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step,
         "loss": 2.34567,
@@ -166,19 +168,20 @@ def test_the_kind_of_output_decides(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", stream)
-    metrics = Metrics(tmp_path / "metrics.jsonl", writes=True)
+    metrics = Metrics(tmp_path)
     metrics.step(values(1), total_steps=3)
     metrics.evaluation(1, 2.0)
-    metrics.close()
+    metrics.close(0)
     assert (HIDE_CURSOR in stream.getvalue()) == redraws
     assert "validation at step 1: loss 2.0000  perplexity 7.39" in stream.getvalue()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", writes=False)
+    metrics = Metrics(None)
+    metrics.rewind(0)
     metrics.step(values(1), total_steps=3)
     metrics.evaluation(1, 2.0)
     metrics.note("hello")
-    metrics.close()
+    metrics.close(0)
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""

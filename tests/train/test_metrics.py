@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import json
 import math
+import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megads.train.metrics import Metrics
+from megads.models.flops import forward_flops, training_flops
+from megads.train.sinks import Line
 from tests import training
 from tests.distributed import Workers
 from tests.parity import dense
 from tests.training import (
     assert_same_curve,
     column,
-    read_metrics,
     run_training,
     tiny_config,
     write_tokens,
 )
+
+Losses = list[float]
 
 
 @pytest.fixture(scope="module")
@@ -31,33 +38,107 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
-def fake_clock(rank: int) -> Callable[[], None]:
-    """Every look at the clock is one second after the one before."""
-    from megads.train import loop
+def timed_by_hand(rank: int) -> Callable[[], None]:
+    """A clock that only steps, evaluations and saves move: by 1, 100 and 10,000 seconds."""
+    from megads.train import loop, timing
 
-    original, ticks = loop.time.perf_counter, itertools.count()
-    loop.time.perf_counter = lambda: float(next(ticks))
+    now, changed = [1e6], pytest.MonkeyPatch()
+    changed.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def undo() -> None:
-        loop.time.perf_counter = original
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return function(*args, **kwargs)
 
-    return undo
+        return slow
+
+    for name, seconds in (("train_step", 1.0), ("evaluate", 100.0), ("save", 10_000.0)):
+        changed.setattr(loop, name, taking(seconds, getattr(loop, name)))
+    return changed.undo
 
 
-@pytest.mark.parametrize(
-    "layout,expected", [("dp2", 192), ("tp2", 96), ("pp2", 96), ("tp2pp2", 96), ("tp2dp2", 192)]
-)
-def test_tokens_per_second_counts_each_token_once(
-    tmp_path: Path, data: str, workers: Workers, layout: str, expected: int
+def test_speed_counts_each_token_once_and_steps_alone(
+    tmp_path: Path, data: str, workers: Workers
 ) -> None:
-    """Microbatches of 2, accumulation 3, sequences of 16: 96 tokens for each dp rank."""
-    dp = 2 if "dp2" in layout else 1
-    options = [f"parallel={layout}", f"train.global_batch_size={6 * dp}", "train.steps=3"]
-    options.append("train.micro_batch_size=2")
-    lines = run_training(workers, tiny_config(tmp_path, data, "gpt", *options), fake_clock)
-    assert column(lines, "tokens_per_second").tolist() == [expected] * 3
-    assert column(lines, "tokens").tolist() == [expected, 2 * expected, 3 * expected]
+    """Two samples of 16 tokens in a microbatch, three microbatches, two replicas of four ranks:
+    192 tokens for the job in a step of a second, the first after a resume like any other."""
+    words = ["parallel=tp2pp2dp2", "train.micro_batch_size=2", "train.global_batch_size=12"]
+    words += ["train.recompute=full", "train.recompute_layers=2", "logging.peak_tflops=1e-6"]
+    words += ["eval.every=1", "eval.steps=1", "checkpoint.every=1", "data.valid_fraction=0.3"]
+    for steps in (2, 3):
+        config = tiny_config(tmp_path, data, "gpt", *words, f"train.steps={steps}")
+        lines = run_training(workers, config, timed_by_hand)
+    assert column(lines, "tokens_per_second").tolist() == [192.0] * 3
+    assert column(lines, "tokens").tolist() == [192, 384, 576]
     assert column(lines, "step_time_s").tolist() == [1.0] * 3
+    assert [line["save_s"] for line in lines if "loss" in line] == [0.0, 10_000.0, 0.0]
+    model = training_flops(config.model, 12, 16) / 8 / 1e6  # of the peak of a device, 1e6 FLOP/s
+    again = 4 * forward_flops(config.model, 12, 16).block / 8 / 1e6  # 2 layers of each stage
+    assert column(lines, "mfu").tolist() == pytest.approx([model] * 3)
+    assert column(lines, "hfu").tolist() == pytest.approx([model + again] * 3)
+
+
+class Recorder:
+    """A sink that writes what it gets into a file."""
+
+    def __init__(self, path: Path, *_: object) -> None:
+        self._file = path.open("w")
+
+    def rewind(self, step: int, made: int) -> None:
+        pass
+
+    def record(self, line: Line) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self, status: int) -> None:
+        self._file.close()
+
+
+def everything_recorded(rank: int, folder: Path) -> Callable[[], None]:
+    """What this rank prints and sends to loggers is in files of `folder`."""
+    from megads.train import metrics
+
+    changed = pytest.MonkeyPatch()
+    changed.setattr(sys, "stdout", (folder / f"stdout {rank}").open("w", buffering=1))
+    for name in ("WandbRun", "TensorBoard"):
+        changed.setattr(metrics, name, partial(Recorder, folder / f"{name} {rank}"))
+    return changed.undo
+
+
+@pytest.fixture(scope="module")
+def dense_losses(data: str, workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """Of the first two batches of 8 samples, with the initial weights."""
+    config = tiny_config(tmp_path_factory.mktemp("dense"), data, "gpt")
+    (pieces,) = workers(1).run(training.gathered_weights, config, ["param"])
+    weights = {k.removeprefix("param/"): v for k, v in training.assemble([pieces]).items()}
+    from megads.data.loader import open_loader
+    from megads.data.prepare import prepare_data
+
+    with contextlib.closing(open_loader(config, prepare_data(config), "train")) as loader:
+        batches = [m for step in range(2) for m in loader.batches(8 * step, 8, 8, 1, 0)]
+    return [
+        F.cross_entropy(
+            dense.logits(weights, config.model, batch.tokens).flatten(0, 1), batch.labels.flatten()
+        ).item()
+        for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2", "dp2"])
+def test_one_process_reports_the_loss_of_the_whole_batch(
+    tmp_path: Path, data: str, workers: Workers, layout: str, dense_losses: Losses
+) -> None:
+    words = [f"parallel={layout}", "train.steps=2", "optim.lr=0", "optim.min_lr=0"]
+    words += ["train.micro_batch_size=2", "logging.loggers=[wandb,tensorboard]"]
+    config = tiny_config(tmp_path / "run", data, "gpt", *words)
+    lines = run_training(workers, config, everything_recorded, tmp_path)
+    assert column(lines, "loss").tolist() == pytest.approx(dense_losses, rel=1e-5)
+    files = {path.name for path in tmp_path.iterdir() if path.is_file() and path.stat().st_size}
+    assert files == {"stdout 0", "WandbRun 0", "TensorBoard 0"}
+    for name in ("WandbRun 0", "TensorBoard 0"):
+        assert [json.loads(line) for line in (tmp_path / name).open()] == lines
+    printed = re.findall(r"^step (\d)/2  loss (\S+)", (tmp_path / "stdout 0").read_text(), re.M)
+    assert printed == [(str(line["step"]), f"{line['loss']:.4f}") for line in lines]
 
 
 FIELDS = {
@@ -69,9 +150,12 @@ FIELDS = {
     "samples",
     "step_time_s",
     "data_wait_s",
+    "save_s",
+    "phases_s",
     "tokens_per_second",
     "tflops_per_device",
     "mfu",
+    "hfu",
     "loss_scale",
     "skipped",
     "peak_memory_bytes",
@@ -197,12 +281,3 @@ def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(
     means = [(losses.view_as(mask)[i] * mask[i]).sum() / mask[i].sum() for i in range(8)]
     of_means = torch.stack([m for m in means if m.isfinite()]).mean()
     assert abs(of_means - pooled) > 1e-3 and any(not m.isfinite() for m in means)
-
-
-def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    metrics = Metrics(path, writes=True)
-    metrics.evaluation(3, 1.5)
-    metrics.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
