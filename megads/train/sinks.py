@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import queue
@@ -125,7 +124,7 @@ class Background:
 
     def __init__(self, name: str, make: Callable[[], Sink], tell: Tell) -> None:
         self._name, self._make, self._tell = name, make, tell
-        self._jobs: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(CAPACITY)
+        self._jobs: queue.SimpleQueue[Callable[[Sink], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._status = 0
         self._dropped = 0
@@ -134,20 +133,21 @@ class Background:
         """As of the sink; returns at once."""
         if self._thread.ident is None:
             self._thread.start()
-        self._put(lambda sink: sink.rewind(step, made))
+        self._jobs.put(lambda sink: sink.rewind(step, made))
 
     def record(self, line: Line) -> None:
-        """As of the sink; returns at once."""
-        self._put(lambda sink: sink.record(line))
+        """As of the sink; returns at once. Left out when too many lines wait already."""
+        if self._jobs.qsize() < CAPACITY:
+            self._jobs.put(lambda sink: sink.record(line))
+        elif self._thread.is_alive():
+            if not self._dropped:
+                self._tell(f"{self._name} is too slow: lines are left out; metrics.jsonl has them")
+            self._dropped += 1
 
     def end(self, status: int) -> None:
         """The run ends with this exit status: nothing is recorded any more. Returns at once."""
         self._status = status
-        if self._jobs.full():  # then the sink hangs, and one line less does not matter
-            with contextlib.suppress(queue.Empty):
-                self._jobs.get_nowait()
-                self._dropped += 1
-        self._jobs.put_nowait(None)
+        self._jobs.put(None)
 
     def join(self, deadline: float) -> None:
         """Wait until the sink is closed, or until `deadline` on the monotonic clock."""
@@ -161,14 +161,6 @@ class Background:
             )
         elif self._dropped:
             self._tell(f"{self._name} was too slow for {self._dropped} lines; see metrics.jsonl")
-
-    def _put(self, job: Callable[[Sink], None]) -> None:
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            if not self._dropped and self._thread.is_alive():
-                self._tell(f"{self._name} is too slow: lines are left out; metrics.jsonl has them")
-            self._dropped += self._thread.is_alive()
 
     def _work(self) -> None:
         try:

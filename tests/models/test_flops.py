@@ -9,8 +9,11 @@ from megads.models.families import param_count
 from megads.models.flops import (
     device_peak_tflops,
     forward_flops,
+    recomputed_flops,
     training_flops,
 )
+from megads.parallel.mesh import Mesh
+from tests.models.stages import make_stage, random_batch, random_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,3 +142,48 @@ def test_parts_add_up_and_grow_as_they_should():
 )
 def test_device_peaks(name, precision, peak):
     assert device_peak_tflops(name, precision) == peak
+
+
+def fused_forward(query, key, *_args, out_shape=None, **_kwargs):
+    """Two products of `[batch, heads, seq, head_dim]` tensors; torch counts them on GPUs only."""
+    batch, heads, rows, width = query
+    return 2 * (2 * batch * heads * rows * key[2] * width)
+
+
+def fused_backward(_grad, query, key, *_args, out_shape=None, **_kwargs):
+    return 2 * fused_forward(query, key)
+
+
+ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
+}
+
+
+@pytest.mark.parametrize(
+    "recompute, layers", [("none", None), ("selective", None), ("full", None), ("full", 1)]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputed_flops_are_those_our_model_does_again(recompute, layers, dropout):
+    model = ModelConfig(**LLAMA, vocab_multiple=32, hidden_dropout=dropout)
+    stage = make_stage(
+        model,
+        random_weights(model),
+        Mesh.single(),
+        recompute=recompute,
+        recompute_layers=layers,
+        kernels="torch",
+    )
+    stage.dropout_rng.seed(1, 1, 0)
+    with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
+        stage(None, random_batch(model, batch=2, seq=32)).backward()
+    again = recomputed_flops(model, 2, 32, recompute=recompute, layers=layers, chunks=[2])
+    assert counter.get_total_flops() == training_flops(model, 2, 32) + again
+    assert (again > 0) == (recompute != "none")
+
+
+@pytest.mark.parametrize("layers, blocks", [(None, 6), (0, 0), (1, 3), (2, 5), (9, 6)])
+def test_layers_are_recomputed_in_each_chunk(layers, blocks):
+    model = ModelConfig(**{**LLAMA, "num_layers": 6})
+    again = recomputed_flops(model, 2, 32, recompute="full", layers=layers, chunks=[3, 1, 2])
+    assert again == blocks * forward_flops(model, 2, 32).block
