@@ -71,7 +71,7 @@ def generate(
     ids = list(prompt)
     for _ in range(sampling.max_tokens):
         shown = ids if context is None else ids[-context:]
-        logits = _last_logits(model, torch.tensor([shown], device=device))
+        (logits,) = _last_logits(model, [shown], device)
         chosen = choose(logits[:vocab_size], sampling, source)
         if chosen == eod:
             return
@@ -79,9 +79,52 @@ def generate(
         yield chosen
 
 
+def generate_batch(
+    model: Callable[[Tensor], Tensor],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    finished: Callable[[list[int]], bool],
+    device: torch.device | str = "cpu",
+) -> list[list[int]]:
+    """Continue each prompt until `finished(its new ids)` or by `max_tokens`; the new ids of each.
+
+    A row that is finished leaves the batch. `sampling.seed` None goes on from torch's own seed.
+    """
+    source = torch.default_generator
+    if sampling.seed is not None:
+        source = torch.Generator().manual_seed(sampling.seed)
+    new: list[list[int]] = [[] for _ in prompts]
+    going_on = list(range(len(prompts)))
+    for _ in range(sampling.max_tokens):
+        rows = [[*prompts[number], *new[number]] for number in going_on]
+        for number, logits in zip(going_on, _last_logits(model, rows, device), strict=True):
+            new[number].append(choose(logits[:vocab_size], sampling, source))
+        going_on = [number for number in going_on if not finished(new[number])]
+        if not going_on:
+            break
+    return new
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    """Rows of ids as one tensor `[rows, longest]`, filled up with id 0 behind the end of each.
+
+    That changes nothing in front of it: a token attends to what stands before it, and positions
+    count from the left. So no mask is needed, and logits at real tokens are those of the row alone.
+    """
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+
+
 @torch.inference_mode()
-def _last_logits(model: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-    return model(ids)[0, -1].float().cpu()
+def _last_logits(
+    model: Callable[[Tensor], Tensor], rows: Sequence[Sequence[int]], device: torch.device | str
+) -> Tensor:
+    """Logits behind the last token of each row, `[rows, vocab]`, fp32, on the CPU."""
+    logits = model(padded(rows, device))
+    last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
+    return logits[torch.arange(len(rows), device=logits.device), last].float().cpu()
 
 
 def choose(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:

@@ -78,7 +78,9 @@ class Metrics:
         text = f"validation at step {step}: loss {val_loss:.4f}  perplexity {ppl:.2f}"
         if by_source is not None and len(by_source) > 1:
             line["val_loss_by_source"] = dict(by_source)
-            text += "".join(f"  {name} {loss:.4f}" for name, loss in by_source.items())
+            line["val_ppl_by_source"] = {n: perplexity(loss) for n, loss in by_source.items()}
+            for name, loss in by_source.items():
+                text += f"\n  {name}: loss {loss:.4f}  perplexity {perplexity(loss):.2f}"
         self._record(line)
         self.note(text)
 

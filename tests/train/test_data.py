@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,8 @@ def test_evaluation_tells_sources_apart(
         (line,) = [x for x in run_training(workers, config) if "val_loss" in x]
         assert line["val_loss_by_source"] == pytest.approx(expected, rel=1e-5)
         assert line["val_loss"] == pytest.approx(mean, rel=1e-5)
+        perplexities = {name: math.exp(loss) for name, loss in expected.items()}
+        assert line["val_ppl_by_source"] == pytest.approx(perplexities, rel=1e-4)
 
 
 def test_ranks_that_read_other_files(
