@@ -160,6 +160,18 @@ IMPOSSIBLE = [
     ("model.vocab_size=200", None, ["vocab_size=200", "257"]),
     ("checkpoint.keep=0", None, ["checkpoint.keep=0", "-1"]),
     ("checkpoint.load=/no/such", None, ["checkpoint.load=/no/such"]),
+    ("train.spike_loss=3", None, ["spike_loss=3", "train.spike=skip, stop or rewind", "is off"]),
+    ("train.rewind_skip=3 train.spike=stop", None, ["rewind_skip=3", "they are stop and stop"]),
+    (
+        "train.spike=skip train.spike_loss=null train.spike_norm=null",
+        None,
+        ["train.spike=skip", "spike_loss and train.spike_norm are both null"],
+    ),
+    (
+        "train.nonfinite=rewind train.rewind_skip=2 checkpoint.every=0",
+        None,
+        ["train.nonfinite=rewind", "checkpoint.every=0"],
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from megads.data.audit import Coverage, audit
-from megads.data.ledger import LEDGER, DataLedger
+from megads.data.ledger import LEDGER, DataLedger, Rewind, read_rewinds
 from megads.data.order import DataOrder
 from megads.data.plan import DataPlan, Mixture, PlannedSource
 from megads.errors import DataError
@@ -36,7 +37,7 @@ class Run:
     def go(self, *sizes: int) -> None:
         """One process of the run: a step of each of these sizes."""
         ledger = DataLedger(self.folder / LEDGER, writes=True)
-        ledger.start(self.order, step=self.step, samples=self.samples, seq_length=5)
+        ledger.start(self.order, run="r", step=self.step, samples=self.samples, seq_length=5)
         for size in sizes:
             self.step, self.samples = self.step + 1, self.samples + size
             ledger.record(self.step, self.samples - size, size)
@@ -227,11 +228,64 @@ def test_a_ledger_that_begins_in_the_middle(tmp_path: Path) -> None:
 
 def test_only_one_rank_writes(tmp_path: Path) -> None:
     ledger = DataLedger(tmp_path / LEDGER, writes=False)
-    ledger.start(order_of((1, 1)), step=0, samples=0, seq_length=5)
+    ledger.start(order_of((1, 1)), run="r", step=0, samples=0, seq_length=5)
     ledger.record(1, 0, 4)
-    ledger.sync()
+    ledger.rewind(REWIND)
     ledger.close()
     assert not (tmp_path / LEDGER).exists()
+
+
+REWIND = Rewind("r", 3, 1, 8, 12, "nonfinite", math.nan, 2.5)
+
+
+def rewound(folder: Path, skips: tuple[tuple[int, int], ...] = ((8, 12),)) -> Run:
+    """Three steps, then back behind the first, to go on without the samples of the third."""
+    run = Run(folder, order_of((0.25, 0.75)))
+    run.go(4, 4, 4)
+    ledger = DataLedger(folder / LEDGER, writes=True)
+    ledger.rewind(REWIND)
+    ledger.close()
+    run.back_to(1, 4, order_of((0.25, 0.75), skips))
+    run.go(4, 4, 4)
+    return run
+
+
+def test_a_rewind(tmp_path: Path) -> None:
+    run = rewound(tmp_path)
+    report = audit(tmp_path)
+    assert (report.problems, report.rolled_back, len(report.rewinds)) == ([], 2, 1)
+    assert sum(source.skipped for source in report.sources) == 4
+    assert report.samples == run.samples == 16
+    assert str(report.rewinds[0]) == (
+        "from step 3 (nonfinite: loss nan, gradient norm 2.5) to step 1, without positions 8 to 11"
+    )
+
+
+def test_samples_that_were_to_be_left_out_are_seen(tmp_path: Path) -> None:
+    rewound(tmp_path, skips=())
+    (problem,) = audit(tmp_path).problems
+    assert problem.startswith("step 3: reads what was to be left out by the rewind from step 3")
+    entries = lines(tmp_path)
+    for entry in entries:
+        if entry["kind"] == "start":
+            entry["run"] = "another"
+    rewrite(tmp_path, entries)
+    assert audit(tmp_path).problems == [], "it is about the run that made it alone"
+
+
+def test_the_rewinds_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / LEDGER
+    assert read_rewinds(path, "r") == []
+    rewound(tmp_path)
+    (found,) = read_rewinds(path, "r")
+    assert repr(found) == repr(REWIND)  # as NaN is not NaN
+    assert read_rewinds(path, "other") == []
+    whole = path.read_text()
+    for old, new in (('"first":8,', ""), ('"loss":NaN,', '"loss":,')):
+        path.write_text(whole.replace(old, new))
+        with pytest.raises(DataError, match=r"data-ledger\.jsonl, line 5: "):
+            read_rewinds(path, "r")
+    assert any("line 5" in problem for problem in audit(tmp_path).problems)
 
 
 def test_no_ledger(tmp_path: Path) -> None:

@@ -255,6 +255,35 @@ def test_going_on_is_as_if_never_stopped(
     data.close()
 
 
+def test_what_is_left_out_is_read_by_nobody_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    """Ranges that touch, from the first sample on, and wherever a run goes on around them."""
+    paths = jsonl(tmp_path, split_evenly([*RAGGED, *(f"{t}?" for t in RAGGED)], 3))
+    config = settings(paths, {"seq_length": 9}, lanes=4, shuffle_buffer=3)
+    whole = open_stream_loader(config)
+    read = [rows(whole.batches(8 * step, 8, 2, 1, 0)) for step in range(14)]
+    whole.close()
+    for ranges, out in (([(24, 32)], [3]), ([(0, 16), (48, 56), (56, 64)], [0, 1, 6, 7])):
+        want = [batch for number, batch in enumerate(read) if number not in out]
+        data, states = open_stream_loader(config), []
+        data.leave_out(ranges)
+        for step in range(10):
+            states.append(json.dumps(data.state_dict(ALONE)))
+            assert rows(data.batches(8 * step, 8, 2, 1, 0)) == want[step]
+        assert data.position(8 * 9) == 8 * (9 + len(out))
+        for step in range(9):  # in the loader that is under way, and in new ones
+            data.load_state_dict(json.loads(states[step]), 8 * step)
+            assert rows(data.batches(8 * step, 8, 2, 1, 0)) == want[step]
+            halves: list[list[int]] = []
+            for index in range(2):
+                other = open_stream_loader(config)
+                other.load_state_dict(json.loads(states[step]), 8 * step)
+                other.leave_out(ranges)
+                halves += rows(other.batches(8 * step, 8, 2, 2, index))
+                other.close()
+            assert halves == want[step]
+        data.close()
+
+
 def test_shuffling_keeps_every_document_and_changes_with_seed_and_epoch(tmp_path: Path) -> None:
     texts = [f"row {number:02}" for number in range(12)]
     paths = jsonl(tmp_path, [texts])

@@ -50,6 +50,16 @@ def test_other_precisions_count_but_never_scale(name):
     assert (scaler.scale, scaler.skipped, scaler.exhausted) == (1.0, 1, False)
 
 
+def test_what_did_not_overflow_says_nothing_about_the_scale():
+    scaler = fp16(initial_loss_scale=8.0, loss_scale_window=3)
+    for _ in range(2):
+        scaler.update(ok=True)
+        scaler.skip()
+    assert (scaler.scale, scaler.good_steps, scaler.skipped) == (8.0, 2, 2)
+    scaler.update(ok=True)
+    assert scaler.scale == 16.0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_continuing_from_saved_state_equals_never_stopping(seed):
     draw = random.Random(seed)
