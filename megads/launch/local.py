@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -114,6 +114,8 @@ class _Job:
                 time.sleep(POLL_S)
             ends = read_ends(Path(place))
         if ends is None:
+            with suppress(ProcessLookupError):  # all workers were gone before
+                os.killpg(process.pid, signal.SIGKILL)
             raise _Failure(self._unfinished(process.returncode))
         return self._status(ends)
 
@@ -130,7 +132,7 @@ class _Job:
         if self.asked_to_stop:
             return STOPPED_EARLY
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed; see above"
-        return f"the process that watches over the workers {how}"
+        return self._kept(f"the process that watches over the workers {how}")
 
     def _status(self, failures: Sequence[WorkerEnd]) -> int:
         if not failures:
@@ -185,14 +187,15 @@ def received(arguments: Sequence[str]) -> Config | None:
 def first_failure(ends: Sequence[WorkerEnd]) -> WorkerEnd:
     """The worker whose end made the others fail.
 
-    A worker killed by a signal that the launcher does not send (a crash, the kernel out of memory)
-    or gone too early without an error comes before those that wrote one, since theirs may be about
+    A worker that just vanished (killed by a signal that the launcher does not send, as in a crash,
+    or gone too early without an error) comes before those that wrote one, since theirs may be about
     its absence; then the earliest; workers that the launcher told to leave come last.
     """
 
     def order(end: WorkerEnd) -> tuple[int, float]:
-        crashed = end.status == 0 or (end.status < 0 and end.message is None)
-        return (2 if end.told_to_leave else 0 if crashed else 1, end.when)
+        silent = end.message is None and end.status != STOPPED_STATUS
+        vanished = silent or end.status == 0
+        return (2 if end.told_to_leave else 0 if vanished else 1, end.when)
 
     return min(ends, key=order)
 
@@ -205,12 +208,23 @@ def _explain(first: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
         reason = " (out of memory, or killed by a user)" if name == "SIGKILL" else ""
         lines.append(f"rank {first.rank} was ended by {name}{reason}")
     elif first.status != 2:
-        lines.append(f"rank {first.rank} failed with exit status {first.status}")
-    others = [end.rank for end in ends if end is not first and not end.told_to_leave]
-    if others and first.status != 2:
-        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
-        lines[-1] += f"; {ranks} failed after it"
+        silent = "" if lines else " and did not say why"
+        lines.append(f"rank {first.rank} failed with exit status {first.status}{silent}")
+    others = [end for end in ends if end is not first]
+    failed = [end.rank for end in others if not end.told_to_leave]
+    stayed = [end.rank for end in others if end.told_to_leave and end.status == -signal.SIGKILL]
+    if failed and first.status != 2:
+        lines[-1] += f"; {_ranks(failed)} failed after it"
+    if stayed and first.status != 2:
+        lines[-1] += f"; {_ranks(stayed)} did not leave when told to, and had to be killed"
     return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks by number, a few of many."""
+    few = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {few}{more}"
 
 
 def _python_options() -> list[str]:

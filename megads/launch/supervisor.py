@@ -34,6 +34,7 @@ GRACE_S = 5.0
 POLL_S = 0.02
 END = "end.json"
 UNFINISHED = "the process ended, with status 0, before the run was finished"
+STOPPED = "the process was stopped, as by kill -STOP, and the others waited for it in vain"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Entry = Callable[[Sequence[str]], None]
@@ -75,6 +76,8 @@ class Workers:
 
     directory: Path
     running: dict[int, int] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+    """Workers that were stopped and had not gone on when the first failed, if any has."""
     ends: list[WorkerEnd] = field(default_factory=list)
     leave_by: float | None = None
     """When those that were told to leave are killed."""
@@ -122,8 +125,8 @@ class Workers:
     def collect(self) -> None:
         """Take note of workers that have ended; the first failure tells the others to leave."""
         for rank, pid in list(self.running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if not done:
+            done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if not done or self._goes_on(rank, status):
                 continue
             del self.running[rank]
             end = self._end(rank, os.waitstatus_to_exitcode(status))
@@ -132,11 +135,26 @@ class Workers:
         if self.ends and self.leave_by is None:
             self.leave_by = time.monotonic() + GRACE_S
             self.send(signal.SIGTERM)
+            self.send(signal.SIGCONT)  # who is stopped cannot leave
         elif self.leave_by is not None and not self.killed and time.monotonic() > self.leave_by:
             self.killed = True
             self.send(signal.SIGKILL)
 
+    def _goes_on(self, rank: int, status: int) -> bool:
+        """Whether the worker has not ended, but was stopped or continued."""
+        if os.WIFSTOPPED(status):
+            self.stopped.add(rank)
+        elif os.WIFCONTINUED(status):
+            if self.leave_by is None:
+                self.stopped.discard(rank)
+        else:
+            return False
+        return True
+
     def _end(self, rank: int, status: int) -> WorkerEnd | None:
+        if self.leave_by is not None and rank in self.stopped:
+            # Without a time, it comes before the errors of those that waited.
+            return WorkerEnd(rank, status, STOPPED)
         file = self.error_file(rank)
         if status == 0:
             return None if end_file(file).exists() else WorkerEnd(rank, 0, UNFINISHED, time.time())

@@ -7,7 +7,9 @@ import select
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 
 from megads.launch.activity import Activity
 
@@ -27,7 +29,8 @@ class Watchdog:
     When the rank's own work makes no progress for `limit_s`, the stacks of all threads are written
     and `on_hang` is called; a process that cannot even run this thread is ended a little later. On
     a signal the stacks are written too: it may come because another rank has failed, and the main
-    thread may be waiting where no handler of its own can run. Only the main thread may enter it.
+    thread may be waiting where no handler of its own can run. An error that ends what is inside
+    leaves its traceback in the same file. Only the main thread may enter it.
     """
 
     def __init__(
@@ -43,11 +46,18 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._look()
+        self._look()  # the thread may never get to run
         self._thread.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._activity.append("".join(traceback.format_exception(error)).rstrip())
         signal.set_wakeup_fd(self._before)
         self._stopped = True
         os.write(self._writer, b"\0")
@@ -69,7 +79,8 @@ class Watchdog:
         activity = self._activity
         idle_s = time.monotonic() - activity.since if activity.is_own else 0.0
         if idle_s < self._limit_s:
-            activity.end_after(self._limit_s - idle_s + 4 * self._interval_s)
+            later_s = min(4 * self._interval_s, self._limit_s / 2)
+            activity.end_after(self._limit_s - idle_s + later_s)
             return
         message = (
             f"no progress for {idle_s:.0f} s in step {activity.step}, {activity.what}; the stack "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import NoReturn
 
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.launch.env import Started
+
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 def describe(error: BaseException) -> str:
@@ -77,20 +81,17 @@ def failed(place: Started, error: BaseException) -> tuple[int, str | None]:
     return exit_status(error), f"rank {place.rank}: {describe(error)}" if speaks else None
 
 
-def end_with(launcher: int | None, *, interval_s: float = 1.0) -> None:
-    """End this process when its launcher is gone, even while it waits in a collective.
+def end_with(launcher: int | None) -> None:
+    """Have the kernel kill this process when its launcher is gone, whatever it is doing then.
 
-    `launcher` is the local launcher's process id, None when something else started us.
+    `launcher` is the local launcher's process id, None when something else started us. Works for a
+    process that hangs or is stopped, too.
     """
     if launcher is None:
         return
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(interval_s)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it was gone before
         os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def leave(status: int) -> NoReturn:

@@ -16,7 +16,7 @@ from megads.config.compose import compose
 from megads.errors import WorkerFailure
 from megads.launch import env
 from megads.launch.local import Work, first_failure, handed_over, launch_local, received
-from megads.launch.supervisor import WorkerEnd
+from megads.launch.supervisor import STOPPED, WorkerEnd
 
 WORKLOAD = Work("tests.launch.workload:work", preload="tests.launch.workload")
 LAUNCHER = """
@@ -97,9 +97,10 @@ def test_one_failure_ends_all_and_its_traceback_comes_first(tmp_path: Path) -> N
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-2] == "ValueError: the first thing that went wrong"
     # A busy machine may be too slow for rank 0 to fail by itself before it is ended.
+    left = " did not leave when told to, and had to be killed"
     ends = (
-        "rank 1 failed with exit status 1",
-        "rank 1 failed with exit status 1; rank 0 failed after it",
+        f"rank 1 failed with exit status 1; ranks 0, 2{left}",
+        f"rank 1 failed with exit status 1; rank 0 failed after it; rank 2{left}",
     )
     assert lines[-1] in ends
     assert failure.value.exit_status == 1
@@ -193,6 +194,21 @@ def test_no_restart_unless_asked_for_or_where_it_is_of_no_use(tmp_path: Path) ->
         _restarted(tmp_path, "final", "launch.max_restarts=3")
 
 
+def test_a_worker_that_was_stopped_is_named_before_those_that_waited_for_it(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure) as failure:
+        launch_local(compose(), 2, WORKLOAD, ["stopped", str(tmp_path)])
+    first, second = str(failure.value).splitlines()[-2:]
+    assert first == STOPPED
+    assert second == "rank 1 was ended by SIGTERM; rank 0 failed after it"
+    assert not _alive(tmp_path)
+
+
+def test_no_worker_outlives_the_process_that_watches_over_it(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match="watches over the workers was ended by SIGKILL"):
+        launch_local(compose(), 2, WORKLOAD, ["unwatched", str(tmp_path)])
+    _until(lambda: not _alive(tmp_path), seconds=10)
+
+
 def test_first_failure_of_what_the_agent_saw() -> None:
     told = WorkerEnd(0, -15, when=1.0, told_to_leave=True)
     killed_by_us = WorkerEnd(3, -9, when=0.5, told_to_leave=True)
@@ -200,8 +216,11 @@ def test_first_failure_of_what_the_agent_saw() -> None:
     crash = WorkerEnd(4, -11, when=9.0)
     assert first_failure([told, late, early, killed_by_us]) is early
     assert first_failure([told, late, early, crash, killed_by_us]) is crash
-    absent = WorkerEnd(5, 0, "gone", 8.0)
-    assert first_failure([told, late, early, absent]) is absent
+    for absent in (WorkerEnd(5, 0, "gone", 8.0), WorkerEnd(5, 1, None, 8.0)):
+        assert first_failure([told, late, early, absent]) is absent
+    saved = WorkerEnd(6, 3, None, 1.0)
+    assert first_failure([told, absent, saved]) is absent
+    assert first_failure([told, early, saved]) is saved
 
 
 def test_configuration_is_handed_over_unchanged() -> None:

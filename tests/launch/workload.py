@@ -20,7 +20,7 @@ def work(arguments: Sequence[str]) -> None:
     place = started()
     assert place is not None
     what, directory = arguments[0], Path(arguments[1])
-    end_with(place.launcher_pid, interval_s=0.1)
+    end_with(place.launcher_pid)
     (directory / f"pid-{place.rank}").write_text(str(os.getpid()))
     try:
         act(what, place.rank, directory)
@@ -79,17 +79,34 @@ def act(what: str, rank: int, directory: Path) -> None:
             raise CheckpointError("no use") if what == "final" else ValueError("try again")
         if first:
             time.sleep(600)
+    elif what == "stopped":
+        # Rank 1 is stopped; rank 0 waits for it until it has waited too long.
+        if rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600)
+        wait_for_end_of(directory / "pid-1", "T")
+        time.sleep(0.2)
+        raise TimeoutError("nobody came")
+    elif what == "unwatched":
+        # Rank 0 kills the supervisor; both are deaf, and rank 1 is stopped.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait_for_end_of(directory / "pid-1", "T")
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     elif what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (directory / f"ready-{rank}").touch()
         time.sleep(600)
 
 
-def wait_for_end_of(file: Path) -> None:
-    """Return when the process whose id is in `file` is gone, or a zombie."""
+def wait_for_end_of(file: Path, state: str = "Z") -> None:
+    """Return when the process whose id is in `file` is gone, or a zombie (T: stopped)."""
     while not file.exists() or not file.read_text():
         time.sleep(0.01)
     stat = Path("/proc", file.read_text(), "stat")
     with suppress(FileNotFoundError, ProcessLookupError):
-        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        while stat.read_text().rpartition(")")[2].split()[0] != state:
             time.sleep(0.01)
