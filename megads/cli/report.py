@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 when the page is written, 2 without a run or plotly, 1 otherwise."""
     options = _parser().parse_args(arguments)
     try:
-        library = load_extra("plotly.offline", "megads-report").get_plotlyjs()
+        library = load_extra("plotly.offline", "the report").get_plotlyjs()
         page = build_page(read_runs(options.run), library)
         options.output.write_text(page, encoding="utf-8")
     except (MegadsError, OSError) as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megads.report.figures import Figure, run_color, run_dash, text
-from megads.report.runs import Line, Run, number
+from megads.report.runs import Line, Run, finite, number
 from megads.report.thinning import thin
 
 MAX_POINTS = 2000
@@ -36,12 +36,18 @@ class Chart:
     layout: tuple[tuple[str, Any], ...] = ()
 
 
+FROM_ZERO = (("rangemode", "tozero"),)
+
+
 class Point(NamedTuple):
     """One value of a curve."""
 
     step: int
-    tokens: float | None
     value: float
+
+
+Tokens = Callable[[int], float | None]
+"""Tokens that a run had seen after a step."""
 
 
 CHARTS = (
@@ -52,18 +58,22 @@ CHARTS = (
     ),
     Chart("Gradient norm", ("grad_norm",), "before clipping", logarithmic=True),
     Chart("Learning rate", ("lr",), ""),
-    Chart("Throughput", ("tokens_per_second",), "tokens/s", layout=(("rangemode", "tozero"),)),
-    Chart("Utilisation", ("mfu", "hfu"), "%", scale=100, layout=(("rangemode", "tozero"),)),
-    Chart("Step time", ("step_time_s",), "s", layout=(("rangemode", "tozero"),)),
-    Chart("Peak memory", ("peak_memory_bytes",), "GiB", scale=2**-30),
+    Chart("Throughput", ("tokens_per_second",), "tokens/s", layout=FROM_ZERO),
+    Chart("Utilisation", ("mfu", "hfu"), "%", scale=100, layout=FROM_ZERO),
+    Chart("Step time", ("step_time_s",), "s", layout=FROM_ZERO),
+    Chart("Peak memory", ("peak_memory_bytes",), "GiB", scale=2**-30, layout=FROM_ZERO),
 )  # fmt: skip
 
 
 def curve_figures(runs: Sequence[Run]) -> list[Figure]:
     """Every chart that some run has values for."""
-    figures = []
+    figures, tokens = [], [tokens_at(run) for run in runs]
     for chart in CHARTS:
-        traces = [trace for index, run in enumerate(runs) for trace in _traces(chart, run, index)]
+        traces = [
+            trace
+            for index, run in enumerate(runs)
+            for trace in _traces(chart, run, index, tokens[index])
+        ]
         if traces:
             axis = {"title": {"text": chart.unit}, **dict(chart.layout)}
             figures.append(
@@ -78,19 +88,15 @@ def curve_figures(runs: Sequence[Run]) -> list[Figure]:
     return figures
 
 
-def points(lines: Iterable[Line], key: str, tokens: Callable[[int], float | None]) -> list[Point]:
+def points(lines: Iterable[Line], key: str) -> list[Point]:
     """The values that lines have for a key, those included that are not finite."""
-    found = []
-    for line in lines:
-        value = number(line, key)
-        if value is not None:
-            found.append(Point(line["step"], tokens(line["step"]), value))
-    return found
+    return [Point(line["step"], n) for line in lines if (n := number(line, key)) is not None]
 
 
-def tokens_at(run: Run) -> Callable[[int], float | None]:
-    """Tokens that a run had seen after a step; between logged steps a straight line."""
-    known = [(line["step"], n) for line in run.steps if (n := number(line, "tokens")) is not None]
+def tokens_at(run: Run) -> Tokens:
+    """Tokens by step; between logged steps a straight line."""
+    known: list[tuple[int, float]]
+    known = [(line["step"], n) for line in run.steps if (n := finite(line, "tokens")) is not None]
     steps = [0, *(step for step, _ in known)]
     counts = [0.0, *(count for _, count in known)]
 
@@ -106,43 +112,43 @@ def tokens_at(run: Run) -> Callable[[int], float | None]:
     return tokens
 
 
-def _traces(chart: Chart, run: Run, index: int) -> list[dict[str, Any]]:
-    tokens = tokens_at(run)
-    traces: list[dict[str, Any]] = []
+def _traces(chart: Chart, run: Run, index: int, tokens: Tokens) -> list[dict[str, Any]]:
+    curves: list[tuple[str, str, list[Point]]] = []
     for position, key in enumerate(chart.keys):
-        found = points(chart.lines(run), key, tokens)
         label = run.name if len(chart.keys) == 1 else f"{run.name}, {key}"
-        traces += _curve(found, label, index, chart.scale, run_dash(index + 8 * position))
+        curves.append((label, run_dash(index + 8 * position), points(chart.lines(run), key)))
     if chart.keys == ("val_loss",):
-        for source, found in _by_source(run, tokens).items():
-            traces += _curve(found, f"{run.name}, {source}", index, chart.scale, "dot")
-    return traces
+        curves += [(f"{run.name}, {s}", "dot", found) for s, found in _by_source(run).items()]
+    return [
+        trace | {"name": text(label), "legendgroup": str(index)}
+        for label, dash, found in curves
+        for trace in _curve(found, tokens, index, dash, chart.scale)
+    ]
 
 
-def _by_source(run: Run, tokens: Callable[[int], float | None]) -> dict[str, list[Point]]:
+def _by_source(run: Run) -> dict[str, list[Point]]:
     """Validation loss of each source, where there are several."""
     lines: dict[str, list[Line]] = {}
     for line in run.evaluations:
         sources = line.get("val_loss_by_source")
         for source, loss in sources.items() if isinstance(sources, dict) else ():
             lines.setdefault(source, []).append({"step": line["step"], "loss": loss})
-    return {source: points(found, "loss", tokens) for source, found in lines.items()}
+    return {source: points(found, "loss") for source, found in lines.items()}
 
 
 def _curve(
-    found: list[Point], label: str, index: int, scale: float, dash: str
+    found: list[Point], tokens: Tokens, index: int, dash: str, scale: float
 ) -> list[dict[str, Any]]:
     """A line through the finite values, and a cross for each step that has another one."""
-    finite = [point for point in found if math.isfinite(point.value)]
     if not found:
         return []
+    finite = [point for point in found if math.isfinite(point.value)]
     shown = [finite[i] for i in thin([point.value for point in finite], MAX_POINTS)]
-    common = {"type": "scatter", "name": text(label), "legendgroup": str(index)}
     line = {
-        **common,
+        "type": "scatter",
         "x": [point.step for point in shown],
         "y": [point.value * scale for point in shown],
-        "meta": {"run": index, "tokens": [point.tokens for point in shown]},
+        "meta": {"run": index, "tokens": [tokens(point.step) for point in shown]},
         "mode": "lines+markers" if len(shown) <= FEW_POINTS else "lines",
         "line": {"color": run_color(index), "dash": dash, "width": 1.6},
         "marker": {"size": 4},
@@ -151,12 +157,12 @@ def _curve(
     if not marks:
         return [line]
     crosses = {
-        **common,
+        "type": "scatter",
         "x": [point.step for point, _ in marks],
         "y": [y for _, y in marks],
         "text": [f"{point.value} at step {point.step}" for point, _ in marks],
         "hoverinfo": "text+name",
-        "meta": {"run": index, "tokens": [point.tokens for point, _ in marks]},
+        "meta": {"run": index, "tokens": [tokens(point.step) for point, _ in marks]},
         "mode": "markers",
         "marker": {"symbol": "x", "size": 9, "color": "#dc2626"},
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Literal
 
-COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#06b6d4", "#ec4899", "#a3a30b")
+COLORS = ("#3b82f6", "#f97316", "#0f9d6e", "#a855f7", "#ef4444", "#06b6d4", "#ec4899", "#a3a30b")
 """Told apart, and readable, on white and on black."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -47,6 +47,13 @@ def run_color(index: int) -> str:
 def run_dash(index: int) -> str:
     """Tells runs apart that have the same colour."""
     return DASHES[index // len(COLORS) % len(DASHES)]
+
+
+LEGEND_ABOVE = {
+    "showlegend": True,
+    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+}
+"""Layout of a chart whose traces need naming; beside it there is no room on a narrow screen."""
 
 
 def phase_colors(names: Iterable[str]) -> dict[str, str]:

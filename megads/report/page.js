@@ -13,7 +13,10 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const charts = Array.from(document.querySelectorAll(".chart"));
   const figureOf = (chart) => figures[chart.dataset.section][Number(chart.dataset.index)];
-  const config = { responsive: true, displaylogo: false };
+  const config = {
+    responsive: true, displaylogo: false,
+    modeBarButtons: [["toImage", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+  };
 
   // Colours that depend on the browser's light or dark scheme; everything else is in the figures.
   function template() {
@@ -48,7 +51,8 @@
     Plotly.newPlot(chart, structuredClone(figure.traces), layoutOf(figure), config);
   }
 
-  charts.forEach(draw);
+  // The library comes after this script, so that its own errors are shown too.
+  document.addEventListener("DOMContentLoaded", () => charts.forEach(draw));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
     charts.forEach((chart) => Plotly.relayout(chart, { template: template() })));
 

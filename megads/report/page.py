@@ -137,8 +137,8 @@ _PAGE = """<!doctype html>
 {problems}{tables}{sections}
 </main>
 <script type=application/json id=figures>{figures}</script>
-<script>{library}</script>
 <script>{script}</script>
+<script>{library}</script>
 </body>
 </html>
 """

@@ -8,6 +8,7 @@ that is not finished, and a failing disk spoils others. What could be read is us
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,15 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def number(line: Line, key: str) -> float | None:
     """A value of a line, NaN and infinities included; None if it is absent or no number."""
     value = line.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if type(value) is float:  # most values of a long run: nothing to convert
+        return value
+    return float(value) if type(value) is int else None
+
+
+def finite(line: Line, key: str) -> float | None:
+    """A value of a line; None if it is absent, no number, or not a finite one."""
+    value = number(line, key)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megads.report.runs import Line, Run, number
+from megads.report.runs import Line, Run, finite, number
 
 NOTHING = "–"
 
@@ -23,23 +23,23 @@ class Table:
 
 
 def summary(runs: Sequence[Run]) -> Table:
-    """A row for each run."""
-    columns: dict[str, Callable[[Run], str]] = {
-        "run": lambda run: run.name,
+    """A column for each run."""
+    rows: dict[str, Callable[[Run], str]] = {
         "status": _status,
         "layout": _layout,
         "tokens": lambda run: _count(_last(run.steps, "tokens")),
         "final loss": lambda run: _loss(_last(run.steps, "loss")),
         "best loss": lambda run: _best(run.steps, "loss"),
-        "final validation": lambda run: _loss(_last(run.evaluations, "val_loss")),
-        "best validation": lambda run: _best(run.evaluations, "val_loss"),
+        "final validation loss": lambda run: _loss(_last(run.evaluations, "val_loss")),
+        "best validation loss": lambda run: _best(run.evaluations, "val_loss"),
         "median tokens/s": lambda run: _count(_median(run.steps, "tokens_per_second")),
         "median MFU": lambda run: _percent(_median(run.steps, "mfu")),
         "peak memory": lambda run: _gib(_finite(run.steps, "peak_memory_bytes")),
         "not finite": lambda run: _not_finite(run.steps),
         "steps made again": lambda run: str(run.repeated),
     }
-    return Table("Runs", list(columns), [[cell(r) for cell in columns.values()] for r in runs])
+    cells = [[name, *map(cell, runs)] for name, cell in rows.items()]
+    return Table("Runs", ["", *(run.name for run in runs)], cells)
 
 
 def differences(runs: Sequence[Run]) -> Table | None:
@@ -94,8 +94,7 @@ def _layout(run: Run) -> str:
 
 
 def _finite(lines: Sequence[Line], key: str) -> list[float]:
-    values = (number(line, key) for line in lines)
-    return [value for value in values if value is not None and math.isfinite(value)]
+    return [value for line in lines if (value := finite(line, key)) is not None]
 
 
 def _last(lines: Sequence[Line], key: str) -> float | None:
@@ -108,8 +107,8 @@ def _median(lines: Sequence[Line], key: str) -> float | None:
 
 
 def _best(lines: Sequence[Line], key: str) -> str:
-    values = [(n, line["step"]) for line in lines if (n := number(line, key)) is not None]
-    value, step = min((v for v in values if math.isfinite(v[0])), default=(None, 0))
+    values = [(n, line["step"]) for line in lines if (n := finite(line, key)) is not None]
+    value, step = min(values, default=(None, 0))
     return NOTHING if value is None else f"{value:.4f} at step {step}"
 
 

@@ -9,6 +9,8 @@ no time.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,8 @@ def read_profile(
     """Every profiled step at every position, in order; adds unreadable files to `problems`."""
     rows: dict[tuple[int, int, int], dict[int, list[Span]]] = {}
     for path in sorted((run_dir / "profile").glob("step-*/rank-*.json")):
+        if not re.fullmatch(r"rank-\d+\.json", path.name):  # traces of torch.profiler lie beside
+            continue
         try:
             trace = json.loads(path.read_text(encoding="utf-8"))
             at = trace["coords"]
@@ -101,6 +105,8 @@ def simulated(measured: Timeline, schedule: str, num_stages: int, chunks: int) -
     Raises ScheduleError or ConfigError when there is no such schedule, ValueError saying what is
     missing from the measured passes.
     """
+    if list(measured.rows) != list(range(num_stages)):
+        raise ValueError(f"files of stages {list(measured.rows)}, parallel.pp={num_stages}")
     durations: dict[tuple[str, int, int], list[float]] = {}
     for stage, span in measured.passes():
         if span.chunk is None or span.microbatch is None:
@@ -151,18 +157,17 @@ def _compared(
 
 
 def _span(values: Mapping[str, Any]) -> Span:
-    return Span(
-        str(values["name"]),
-        float(values["start_s"]),
-        float(values["end_s"]),
-        values.get("chunk"),
-        values.get("microbatch"),
-    )
+    start, end = float(values["start_s"]), float(values["end_s"])
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError(f"a span from {start} to {end}")
+    where = [int(values[key]) if key in values else None for key in ("chunk", "microbatch")]
+    return Span(str(values["name"]), start, end, *where)
 
 
-def busiest_first(spans: Iterable[Span]) -> list[str]:
-    """Names of phases, passes first and then by the time spent in them."""
+def phase_names(spans: Iterable[Span]) -> list[str]:
+    """Names of phases: the passes, then the others by the time spent in them."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
-    return sorted(seconds, key=lambda name: (name not in PASSES, -seconds[name]))
+    others = sorted(seconds.keys() - PASSES.keys(), key=lambda name: -seconds[name])
+    return [*(name for name in PASSES if name in seconds), *others]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megads.report.figures import Figure, phase_colors, text
+from megads.report.figures import LEGEND_ABOVE, Figure, phase_colors, text
 from megads.report.runs import Run
-from megads.report.timeline import PASSES, ProfiledStep, Span, Timeline, busiest_first
+from megads.report.timeline import PASSES, ProfiledStep, Span, Timeline, phase_names
 
 MAX_SPANS = 20_000
 """Drawn of one timeline: the first ones."""
@@ -24,7 +24,7 @@ def timeline_figures(profiles: Sequence[tuple[Run, ProfiledStep]]) -> list[Figur
     colors = phase_colors(
         name
         for _, p in shown
-        for name in busiest_first(s for r in p.measured.rows.values() for s in r)
+        for name in phase_names(s for r in p.measured.rows.values() for s in r)
     )
     return [_figure(run, profile, colors) for run, profile in shown]
 
@@ -37,8 +37,7 @@ def _figure(run: Run, profile: ProfiledStep, colors: Mapping[str, str]) -> Figur
     rows = len(measured.rows)
     shape: dict[str, Any] = {
         "barmode": "overlay",
-        "showlegend": True,
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        **LEGEND_ABOVE,
         "uniformtext": {"mode": "hide", "minsize": 9},
         "height": 170 + (1 if simulated is None else 2) * (30 + rows * max(18, 44 - 3 * rows)),
         "xaxis": {"title": {"text": "ms"}, "anchor": "y" if simulated is None else "y2"},
@@ -69,15 +68,18 @@ def _bars(timeline: Timeline, colors: Mapping[str, str], axis: str) -> list[dict
     placed = sorted(placed, key=lambda item: item[1].start)[:MAX_SPANS]
     labelled = sum(span.name in PASSES for _, span in placed) <= MAX_LABELS
     return [
-        _trace(name, [item for item in placed if item[1].name == name], colors[name], axis)
-        | ({} if labelled else {"text": None})
-        for name in busiest_first(span for _, span in placed)
+        _trace(name, found, colors[name], axis)
+        | (_labels(span for _, span in found) if labelled and name in PASSES else {})
+        for name in phase_names(span for _, span in placed)
+        if (found := [item for item in placed if item[1].name == name])
     ]
 
 
 def _trace(name: str, placed: Sequence[tuple[int, Span]], color: str, axis: str) -> dict[str, Any]:
     is_pass = name in PASSES
     spans = [span for _, span in placed]
+    # Chunks of a stage are told apart by their shade.
+    shades = [max(0.4, 1 - 0.25 * (span.chunk or 0)) for span in spans]
     return {
         "type": "bar",
         "orientation": "h",
@@ -90,20 +92,20 @@ def _trace(name: str, placed: Sequence[tuple[int, Span]], color: str, axis: str)
         "x": [round(1000 * span.seconds, 4) for span in spans],
         "width": 0.84 if is_pass else 0.24,
         "offset": -0.42 if is_pass else 0.18,
-        "marker": {
-            "color": color,
-            # Chunks of a stage are told apart by their shade.
-            "opacity": [
-                1.0 if not span.chunk else max(0.4, 1 - 0.25 * span.chunk) for span in spans
-            ],
-            "line": {"width": 0.5, "color": "#111827"},
-        },
-        "text": [str(span.microbatch) for span in spans] if is_pass else None,
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
+        "marker": {"color": color, "opacity": shades, "line": {"width": 0.5, "color": "#111827"}},
         "customdata": [_hover(span) for span in spans],
         "hovertemplate": "%{customdata}<extra>%{fullData.name}</extra>",
+    }
+
+
+def _labels(spans: Iterable[Span]) -> dict[str, Any]:
+    """The microbatch inside each bar that has room for it."""
+    return {
+        "text": [str(span.microbatch) for span in spans],
+        "textposition": "inside",
+        "insidetextfont": {"color": "#ffffff"},
+        "insidetextanchor": "middle",
+        "textangle": 0,
     }
 
 

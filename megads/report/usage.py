@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from megads.parallel.layout import ParallelLayout
-from megads.report.figures import Figure, phase_colors, text
-from megads.report.runs import Line, Run, number
+from megads.report.figures import COLORS, LEGEND_ABOVE, Figure, phase_colors, text
+from megads.report.runs import Line, Run, finite
 from megads.report.thinning import thin
 
 DEVICE_KINDS = {
@@ -28,74 +27,78 @@ OFFLOADED_KINDS = {
 MAX_AREA_POINTS = 500
 MAX_COLUMNS, MAX_ROWS = 300, 128
 """Steps and ranks of a chart of ranks."""
+MAX_LABEL = 24
+"""Characters of a name beside a bar."""
 
 
 def memory_figure(runs: Sequence[Run]) -> Figure | None:
     """Bytes by kind on the rank that uses most, and the most that it used in all."""
-    colors = phase_colors([*DEVICE_KINDS.values(), *OFFLOADED_KINDS.values()])
-    names = [text(run.name) for run in runs]
+    rows = [run.name for run in runs]
+    offloaded = [i for i, run in enumerate(runs) if any(_most(run, k) for k in OFFLOADED_KINDS)]
     traces = []
-    for key, kind in (DEVICE_KINDS | OFFLOADED_KINDS).items():
-        most = [_most(run, key) for run in runs]
-        if any(most):
-            rows = [_row(name, offloaded=key in OFFLOADED_KINDS) for name in names]
-            traces.append(_bar(kind, rows, [m / 2**30 for m in most], colors[kind]))
+    for (key, kind), color in zip((DEVICE_KINDS | OFFLOADED_KINDS).items(), COLORS, strict=True):
+        most = {i: gib for i, run in enumerate(runs) if (gib := _most(run, key))}
+        if key in OFFLOADED_KINDS:
+            most = {len(rows) + offloaded.index(i): gib for i, gib in most.items()}
+        if most:
+            traces.append(_bar(kind, most, color))
     if not traces:
         return None
-    peaks = [_most(run, "peak_memory_bytes") / 2**30 for run in runs]
+    peaks = {i: gib for i, run in enumerate(runs) if (gib := _most(run, "peak_memory_bytes"))}
     traces.append(
         {
             "type": "scatter",
             "mode": "markers",
             "name": "peak of everything",
-            "x": peaks,
-            "y": [_row(name, offloaded=False) for name in names],
+            "x": list(peaks.values()),
+            "y": list(peaks),
             "marker": {"symbol": "diamond", "size": 10, "color": "#dc2626"},
+            "hovertemplate": "%{x:.4g}<extra>%{fullData.name}</extra>",
         }
     )
-    return Figure("Memory by kind", traces, _stacked("GiB", len(runs)))
+    shape = _stacked("GiB", rows + [f"{rows[i]}, offloaded" for i in offloaded])
+    caption = "The most on any rank. On a CPU the peak is that of the process, libraries included."
+    return Figure("Memory by kind", traces, shape, caption)
 
 
 def phase_figures(runs: Sequence[Run]) -> list[Figure]:
     """The median step of every run by phase, then each run's phases over its steps."""
-    timed = [(run, lines) for run in runs if (lines := _phase_lines(run))]
+    timed = [(run, found) for run in runs if (found := _phases(run))]
     if not timed:
         return []
-    names = list(dict.fromkeys(n for _, lines in timed for line in lines for n in _phases(line)))
+    names = dict.fromkeys(name for _, found in timed for _, phases in found for name in phases)
     colors = phase_colors(names)
     bars = [
         _bar(
             text(name),
-            [text(run.name) for run, _ in timed],
-            [median(_phases(line).get(name, 0.0) for line in lines) for _, lines in timed],
+            {
+                row: median(phases.get(name, 0.0) for _, phases in found)
+                for row, (_, found) in enumerate(timed)
+            },
             colors[name],
         )
         for name in names
     ]
     caption = "Of the rank that writes metrics.jsonl; time inside another phase counts once."
-    figures = [Figure("Median step by phase", bars, _stacked("s", len(timed)), caption)]
-    return figures + [_over_steps(run, lines, colors) for run, lines in timed]
+    shape = _stacked("s", [run.name for run, _ in timed])
+    figures = [Figure("Median step by phase", bars, shape, caption)]
+    return figures + [_over_steps(run, found, colors) for run, found in timed]
 
 
 def rank_figure(run: Run) -> Figure | None:
     """Each rank's own work in a step, relative to the median of the ranks in that step."""
-    lines = [line for line in run.steps if _rank_times(line)]
-    if not lines:
+    timed = [(line["step"], times) for line in run.steps if (times := _rank_times(line))]
+    if not timed or len(timed[-1][1]) == 1:
         return None
-    count = len(_rank_times(lines[-1]))
+    count = len(timed[-1][1])
     layout = _layout(run, count)
-    lines = [line for line in lines if len(_rank_times(line)) == count]
-    groups = [
-        lines[low:high]
-        for low, high in pairwise(
-            len(lines) * i // min(len(lines), MAX_COLUMNS)
-            for i in range(min(len(lines), MAX_COLUMNS) + 1)
-        )
-    ]
+    # After a change of layout the earlier ranks are others.
+    timed = [(step, _relative(times)) for step, times in timed if len(times) == count]
+    columns = min(len(timed), MAX_COLUMNS)
+    bounds = [len(timed) * i // columns for i in range(columns + 1)]
+    groups = [timed[low:high] for low, high in pairwise(bounds)]
     # The slowest of a group stands for it: one slow step among many is what is looked for.
-    ratios = [
-        [max(_relative(line)[rank] for line in group) for group in groups] for rank in range(count)
-    ]
+    ratios = [[max(times[rank] for _, times in g) for g in groups] for rank in range(count)]
     ranks = sorted(sorted(range(count), key=lambda r: -sum(ratios[r]))[:MAX_ROWS])
     title = f"Own work of each rank: {run.name}"
     caption = "Time of a rank without waiting for others, relative to the median rank of the step."
@@ -103,7 +106,7 @@ def rank_figure(run: Run) -> Figure | None:
         caption += f" The {len(ranks)} slowest of {count} ranks."
     heat = {
         "type": "heatmap",
-        "x": [group[-1]["step"] for group in groups],
+        "x": [group[-1][0] for group in groups],
         "y": [_rank_name(rank, layout) for rank in ranks],
         "z": [ratios[rank] for rank in ranks],
         "zmid": 1.0,
@@ -113,71 +116,78 @@ def rank_figure(run: Run) -> Figure | None:
     shape = {
         "height": 140 + 16 * max(len(ranks), 6),
         "yaxis": {"autorange": "reversed", "type": "category"},
-        "xaxis": {"title": {"text": "step"}, "type": "category", "nticks": 10},
+        "xaxis": {"title": {"text": "step"}},
     }
     return Figure(title, [heat], shape, caption)
 
 
 def _most(run: Run, key: str) -> float:
-    found = [n for line in run.steps if (n := number(line, key)) is not None and math.isfinite(n)]
-    return max(found, default=0.0)
+    """The largest value of a number of bytes, in GiB; 0 without any."""
+    found = [n for line in run.steps if (n := finite(line, key)) is not None]
+    return max(found, default=0.0) / 2**30
 
 
-def _row(name: str, *, offloaded: bool) -> str:
-    return f"{name}, offloaded" if offloaded else name
-
-
-def _bar(name: str, rows: list[str], widths: list[float], color: str) -> dict[str, Any]:
+def _bar(name: str, rows: Mapping[int, float], color: str) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": rows,
-        "x": widths,
+        "y": list(rows),
+        "x": list(rows.values()),
         "marker": {"color": color},
-        "hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
+        "hovertemplate": "%{x:.4g}<extra>%{fullData.name}</extra>",
     }
 
 
-def _stacked(unit: str, rows: int) -> dict[str, Any]:
+def _stacked(unit: str, rows: Sequence[str]) -> dict[str, Any]:
+    short = [row if len(row) <= MAX_LABEL else "…" + row[1 - MAX_LABEL :] for row in rows]
     return {
         "barmode": "stack",
-        "showlegend": True,
-        "height": 170 + 44 * rows,
+        **LEGEND_ABOVE,
+        "height": 170 + 44 * len(rows),
         "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "type": "category"},
+        "yaxis": {
+            "range": [len(rows) - 0.4, -0.6],
+            "tickvals": list(range(len(rows))),
+            "ticktext": [text(row) for row in short],
+            "showgrid": False,
+            "zeroline": False,
+        },
     }
 
 
-def _phase_lines(run: Run) -> list[Line]:
-    return [line for line in run.steps if _phases(line)]
+def _phases(run: Run) -> list[tuple[int, dict[str, float]]]:
+    """Seconds by phase, of each step that has them."""
+    found = []
+    for line in run.steps:
+        given = line.get("phases_s")
+        if isinstance(given, dict):
+            seconds = {name: s for name in given if (s := finite(given, name)) is not None}
+            found.append((line["step"], seconds))
+    return found
 
 
-def _phases(line: Line) -> Mapping[str, float]:
-    phases = line.get("phases_s")
-    if not isinstance(phases, dict):
-        return {}
-    return {name: s for name in phases if (s := number(phases, name)) is not None}
-
-
-def _over_steps(run: Run, lines: list[Line], colors: Mapping[str, str]) -> Figure:
+def _over_steps(
+    run: Run, found: list[tuple[int, dict[str, float]]], colors: Mapping[str, str]
+) -> Figure:
     """A stacked area; the steps that are drawn are the slowest and fastest of their stretch."""
-    shown = [lines[i] for i in thin([sum(_phases(x).values()) for x in lines], MAX_AREA_POINTS)]
-    names = [name for name in colors if any(name in _phases(line) for line in shown)]
+    kept = thin([sum(phases.values()) for _, phases in found], MAX_AREA_POINTS)
+    shown = [found[i] for i in kept]
     traces = [
         {
             "type": "scatter",
             "mode": "lines",
             "name": text(name),
             "stackgroup": "phases",
-            "line": {"width": 0.5, "color": colors[name]},
-            "x": [line["step"] for line in shown],
-            "y": [_phases(line).get(name, 0.0) for line in shown],
+            "line": {"width": 0.5, "color": color},
+            "x": [step for step, _ in shown],
+            "y": [phases.get(name, 0.0) for _, phases in shown],
         }
-        for name in names
+        for name, color in colors.items()
+        if any(name in phases for _, phases in shown)
     ]
     shape = {
-        "showlegend": True,
+        **LEGEND_ABOVE,
         "yaxis": {"title": {"text": "s"}},
         "xaxis": {"title": {"text": "step"}},
         "height": 360,
@@ -186,14 +196,15 @@ def _over_steps(run: Run, lines: list[Line], colors: Mapping[str, str]) -> Figur
 
 
 def _rank_times(line: Line) -> list[float]:
-    times = line.get("rank_times_s")
-    if not isinstance(times, list) or not all(isinstance(t, int | float) for t in times):
+    """Seconds of each rank; empty where there are none, or not of every rank."""
+    given = line.get("rank_times_s")
+    if not isinstance(given, list):
         return []
-    return times
+    times = [s for time in given if (s := finite({"time": time}, "time")) is not None]
+    return times if len(times) == len(given) else []
 
 
-def _relative(line: Line) -> list[float]:
-    times = _rank_times(line)
+def _relative(times: list[float]) -> list[float]:
     middle = median(times)
     return [time / middle if middle > 0 else 1.0 for time in times]
 
@@ -210,4 +221,4 @@ def _rank_name(rank: int, layout: ParallelLayout | None) -> str:
     if layout is None:
         return f"rank {rank}"
     where = layout.coords(rank)
-    return f"rank {rank} (pp {where.pp}, dp {where.dp}, tp {where.tp})"
+    return f"rank {rank}: pp{where.pp} dp{where.dp} tp{where.tp}"
