@@ -56,30 +56,30 @@ def _failed(place: Started, error: BaseException) -> int:
     return status
 
 
-def _launch(config: Config) -> int:
+def _launch(config: Config, arguments: Sequence[str]) -> int:
     """Check and prepare everything that needs no worker, then run the workers."""
-    from megads.checkpoint.directory import committed_steps
+    if config.launch.where == "slurm":
+        from megads.cli.job import run_job
+
+        return run_job(config, arguments)
+    from megads.cli.checks import check_data
     from megads.config.directories import make_directories
     from megads.config.validate import check
-    from megads.data.prepare import prepare_data
-    from megads.data.source import check_sources
     from megads.launch.local import Work, handed_over, launch_local
     from megads.launch.world import check_disk, check_fits, local_layout
 
     machine = this_machine()
     layout = local_layout(config, machine)
     check(config, layout.world_size)
-    check_fits(config, layout, machine, sys.argv[1:])
+    check_fits(config, layout, machine, arguments)
     make_directories(config)
     check_disk(config, layout)
     logging.basicConfig(format="megads-train: %(message)s")
     logging.getLogger("megads.data").setLevel(logging.INFO)
-    saved = committed_steps(Path(config.run.dir, "checkpoints"))
-    is_new = not saved and config.checkpoint.load is None
-    check_sources(config, prepare_data(config), is_new=is_new)
-    with handed_over(config) as arguments:
+    check_data(config)
+    with handed_over(config) as words:
         work = Work("megads.cli.train:work", preload="megads.train.loop")
-        return launch_local(config, layout.world_size, work, arguments)
+        return launch_local(config, layout.world_size, work, words)
 
 
 def _train(arguments: Sequence[str], place: Started) -> int:

@@ -26,7 +26,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -46,6 +46,9 @@ from megads.config.layout_name import EXAMPLES, parse_layout_name
 from megads.config.schema import Config
 from megads.errors import ConfigError
 
+Task = Callable[[Config, list[str]], int]
+"""What to do with a configuration and the arguments that give it; returns the exit status."""
+
 
 def compose(overrides: Sequence[str] = ()) -> Config:
     """The configuration that `megads-train *overrides` would run.
@@ -60,7 +63,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         return session.config(args.overrides)
 
 
-def run_with_hydra(task: Callable[[Config], int], argv: Sequence[str] | None = None) -> int:
+def run_with_hydra(task: Task, argv: Sequence[str] | None = None) -> int:
     """The command line of a task: compose, decode and run it; returns the exit status.
 
     Handles Hydra's options: `--help`, `--cfg`, `--info`, shell completion, `--config-dir`,
@@ -76,9 +79,9 @@ def run_with_hydra(task: Callable[[Config], int], argv: Sequence[str] | None = N
         if not _is_run(args):
             session.show()
             return 0
-        configs = session.sweep() if args.multirun else [session.config(args.overrides)]
-    for config in configs:
-        status = task(config)
+        runs = session.sweep() if args.multirun else [session.run(args.overrides)]
+    for config, arguments in runs:
+        status = task(config, arguments)
         if status:
             return status
     return 0
@@ -149,23 +152,29 @@ class _Session:
                 )
         return decode(self._values(overrides))
 
-    def sweep(self) -> list[Config]:
-        """The configurations of a multirun, all of them checked before the first one starts.
+    def run(self, overrides: list[str]) -> tuple[Config, list[str]]:
+        """The configuration, and the arguments that give it: overrides, files to look in."""
+        where = [(f"--config-{n}", vars(self.args)[f"config_{n}"]) for n in ("path", "name", "dir")]
+        options = [word for option, value in where if value is not None for word in (option, value)]
+        return self.config(overrides), options + overrides
+
+    def sweep(self) -> list[tuple[Config, list[str]]]:
+        """The runs of a multirun, all of them checked before the first one starts.
 
         Runs that would share a directory get one each below it, named after what they vary.
         """
         parsed = self._checked(self.args.overrides)
         varied = {o.get_key_element() for o in parsed if o.is_sweep_override()}
         jobs = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
-        configs = [self.config(list(job)) for job in jobs]
-        if len({config.run.dir for config in configs}) == len(configs):
-            return configs
-        named = []
-        for job, config in zip(jobs, configs, strict=True):
+        runs = [self.run(list(job)) for job in jobs]
+        if len({config.run.dir for config, _ in runs}) == len(runs):
+            return runs
+        for number, job in enumerate(jobs):
             label = ",".join(o for o in job if o.partition("=")[0] in varied).replace("/", "_")
-            run = config.run.model_copy(update={"dir": str(Path(config.run.dir, label))})
-            named.append(config.model_copy(update={"run": run}))
-        return named
+            place = QuotedString(str(Path(runs[number][0].run.dir, label)), Quote.single)
+            rest = [o for o in job if o.partition("=")[0] != "run.dir"]
+            runs[number] = self.run([*rest, f"run.dir={place.with_quotes()}"])
+        return runs
 
     def show(self) -> None:
         """Print what was asked for instead of running."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from megads.config.fields import (
     NUMBER,
     Duration,
+    Factor,
     Group,
     Integer,
     Names,
@@ -16,6 +17,7 @@ from megads.config.fields import (
     Positive,
     PositiveFloat,
 )
+from megads.config.job_fields import JobTime, Line, Lines
 
 
 class CheckpointConfig(Group):
@@ -59,7 +61,7 @@ class LoggingConfig(Group):
     """auto: online if the server answers when the run starts, else files in run.dir to sync."""
     ranks_every: NonNegative = 50
     """Steps between comparisons of the ranks' own times, which name those that are slow; 0 none."""
-    slow_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False), NUMBER] = 1.3
+    slow_factor: Factor = 1.3
     """A rank is slow when its own work takes this many times the median of its peers."""
     profile_steps: tuple[Positive, ...] = ()
     """Steps whose timeline is recorded on all ranks, in run.dir/profile."""
@@ -73,26 +75,29 @@ class SlurmConfig(Group):
     nodes: Positive | None = None
     """None: as many as the layout needs at `tasks_per_node`."""
     tasks_per_node: Positive | None = None
-    """Workers on a node, one per GPU; None: 8, or as many as the layout has if those are fewer."""
+    """Workers on a node, one per GPU; None: as many as spread the layout evenly, at most
+    `gpus_per_node` or 8."""
     gpus_per_node: NonNegative | None = None
-    """None: as many as tasks; 0 for the CPU."""
+    """None: as many as tasks, with launch.backend=gloo none; 0 for the CPU."""
     cpus_per_task: Positive = 8
-    time: str = "24:00:00"
-    """Limit of the job, as SLURM writes it."""
-    partition: str | None = None
-    account: str | None = None
-    job_name: str = "megads"
-    container_image: str | None = None
-    """Image for srun's --container-image (pyxis); None: no container."""
-    container_mounts: str | None = None
-    signal_s: Positive = 300
+    time: JobTime = "24:00:00"
+    """Limit of the job, as SLURM writes it; '24:00:00' in quotes in a YAML file."""
+    partition: Line | None = None
+    account: Line | None = None
+    job_name: Line = "megads"
+    container_image: Line | None = None
+    """Image for srun's --container-image (pyxis), in which the directory of the submission is
+    mounted; files are then not looked for before the submission. None: no container."""
+    container_mounts: Line | None = None
+    """More mounts, as in `/data:/data`."""
+    signal_s: Annotated[int, Field(ge=1, le=65535), NUMBER] = 300
     """Seconds before the limit at which the run is told to save and leave."""
     requeue: bool = True
     """Whether a job that saved and left goes back into the queue."""
-    setup: Names = ()
+    setup: Lines = ()
     """Shell lines before the start: modules to load, an environment to enter."""
-    options: Names = ()
-    """More options of sbatch, as in `--qos=high`."""
+    options: Lines = ()
+    """More options of sbatch, as in `--exclusive` or `--qos high`."""
 
 
 class LaunchConfig(Group):

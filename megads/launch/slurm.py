@@ -26,9 +26,13 @@ def first_host(nodelist: str) -> str:
     return hosts[0]
 
 
-def master_port(job_id: int, step_id: int = 0) -> int:
-    """A port that all tasks of a job step derive alike, and that other jobs seldom share."""
-    return FIRST_PORT + (job_id * 31 + step_id) % PORTS
+def master_port(job_id: int, starts: int = 0) -> int:
+    """A port that all tasks of a job step derive alike, and that other jobs seldom share.
+
+    `starts` counts the earlier starts of the job: each gets another port, as the one before may
+    not be free yet.
+    """
+    return FIRST_PORT + (job_id * 31 + starts) % PORTS
 
 
 def _split_outside_brackets(nodelist: str) -> Iterator[str]:

@@ -11,12 +11,12 @@ from megads.config.schema import Config
 from megads.config.validate import fill_layout
 from megads.errors import ConfigError, LayoutError
 from megads.launch.machine import Machine
+from megads.launch.sbatch import spread
 from megads.parallel.layout import ParallelLayout
 from megads.train.memory import world_states
 
 PROCESS_BYTES = 350 * 10**6
 """What one worker takes before it holds any model: interpreter, torch, communication buffers."""
-GPUS_PER_NODE = 8
 TRY_HERE = "model=gpt-tiny parallel=tp2pp2"
 
 
@@ -85,11 +85,7 @@ def check_disk(config: Config, layout: ParallelLayout) -> None:
 def _refusal(layout: ParallelLayout, arguments: Sequence[str], has: str, *, gpus: int) -> str:
     """What the layout needs, what there is, and the commands that start it elsewhere."""
     world = layout.world_size
-    per_node = min(world, GPUS_PER_NODE)
-    nodes = -(-world // per_node)
-    if world % per_node:  # No even spread over full nodes: as many nodes as divide the world.
-        per_node = max(n for n in range(1, per_node + 1) if world % n == 0)
-        nodes = world // per_node
+    nodes, per_node = spread(world)
     given = shlex.join(arguments)
     if nodes == 1:
         torchrun = f"torchrun --standalone --nproc-per-node={per_node}"
@@ -98,10 +94,7 @@ def _refusal(layout: ParallelLayout, arguments: Sequence[str], has: str, *, gpus
             f"torchrun --nnodes={nodes} --nproc-per-node={per_node} "
             "--rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500"
         )
-    srun = (
-        f"srun --nodes={nodes} --ntasks-per-node={per_node} --gpus-per-node={per_node} "
-        "--kill-on-bad-exit=1"
-    )
+    srun = f"srun --nodes={nodes} --ntasks-per-node={per_node} --gpus-per-node={per_node} --wait=30"
     lines = [
         f"parallel: tp={layout.tp} x pp={layout.pp} x dp={layout.dp} needs {world} "
         f"device{'s' * (world > 1)}; this machine {has}.",

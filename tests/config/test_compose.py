@@ -256,6 +256,9 @@ SPECIAL = {
     "model.rope_scaling.kind": "linear",
     "model.rope_scaling.factor": "3.5",
     "checkpoint.load": "somewhere",
+    "launch.slurm.time": "1:00:00",
+    "launch.slurm.setup": "[module load x]",
+    "launch.slurm.options": "[--exclusive]",
 }
 
 
@@ -303,10 +306,10 @@ def test_decode_names_what_is_missing():
 
 def test_the_task_gets_the_configuration_and_gives_the_status(capsys):
     seen = []
-    assert run_with_hydra(lambda c: seen.append(c) or 7, ["optim.lr=0.5"]) == 7
-    assert seen[0].optim.lr == 0.5
+    assert run_with_hydra(lambda c, a: seen.append((c, a)) or 7, ["optim.lr=0.5"]) == 7
+    assert seen[0][0].optim.lr == 0.5 and seen[0][1] == ["optim.lr=0.5"]
     with pytest.raises(ConfigError, match=r"^optim.lrr is not a setting; did you mean optim.lr\?$"):
-        run_with_hydra(lambda c: seen.append(c) or 0, ["optim.lrr=0.5"])
+        run_with_hydra(lambda c, _: seen.append(c) or 0, ["optim.lrr=0.5"])
     assert len(seen) == 1
     assert capsys.readouterr() == ("", "")
 
@@ -314,7 +317,8 @@ def test_the_task_gets_the_configuration_and_gives_the_status(capsys):
 def test_multirun_runs_every_combination_in_its_own_directory():
     seen = []
     argv = ["-m", "optim.lr=1e-3,1e-4", "parallel=tp2,pp2", "train.steps=5"]
-    assert run_with_hydra(lambda c: seen.append(c) or 0, argv) == 0
+    arguments = []
+    assert run_with_hydra(lambda c, a: seen.append(c) or arguments.append(a) or 0, argv) == 0
     assert [(c.optim.lr, c.parallel.tp, c.parallel.pp) for c in seen] == [
         (1e-3, 2, 1),
         (1e-3, 1, 2),
@@ -323,19 +327,20 @@ def test_multirun_runs_every_combination_in_its_own_directory():
     ]
     assert seen[1].run.dir == "runs/gpt-tiny/optim.lr=0.001,parallel=pp2"
     assert len({c.run.dir for c in seen}) == 4
+    assert [compose(words) for words in arguments] == seen  # as a job that is started later does
 
 
 def test_multirun_keeps_directories_that_differ_and_stops_at_a_failure():
     seen = []
     argv = ["-m", "train.seed=1,2,3", "run.dir=runs/${train.seed}"]
-    assert run_with_hydra(lambda c: seen.append(c.run.dir) or c.train.seed - 1, argv) == 1
+    assert run_with_hydra(lambda c, _: seen.append(c.run.dir) or c.train.seed - 1, argv) == 1
     assert seen == ["runs/1", "runs/2"]
 
 
 def test_multirun_checks_every_combination_first():
     seen = []
     with pytest.raises(ConfigError, match=r"train\.steps=x"):
-        run_with_hydra(lambda c: seen.append(c) or 0, ["-m", "train.steps=1,x"])
+        run_with_hydra(lambda c, _: seen.append(c) or 0, ["-m", "train.steps=1,x"])
     assert not seen
 
 
@@ -351,7 +356,7 @@ def test_multirun_checks_every_combination_first():
     ],
 )
 def test_options_print_and_do_not_run(argv, words, capsys):
-    assert run_with_hydra(lambda c: pytest.fail("the task ran"), argv) == 0
+    assert run_with_hydra(lambda c, _: pytest.fail("the task ran"), argv) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words)
 
@@ -363,7 +368,7 @@ def test_tab_completion(capsys, monkeypatch):
         ("megads-train optim.l", "optim.lr="),
     ]:
         monkeypatch.setenv("COMP_LINE", line)
-        assert run_with_hydra(lambda c: 1, ["--shell-completion", "query=bash"]) == 0
+        assert run_with_hydra(lambda c, _: 1, ["--shell-completion", "query=bash"]) == 0
         assert expected in capsys.readouterr().out.split()
 
 
@@ -372,7 +377,7 @@ def test_nothing_is_written_and_torch_is_not_imported(tmp_path):
         "import sys\n"
         "from megads.config.compose import run_with_hydra\n"
         "from megads.config.validate import validate\n"
-        "status = run_with_hydra(lambda c: len(validate(c)), sys.argv[1:])\n"
+        "status = run_with_hydra(lambda c, _: len(validate(c)), sys.argv[1:])\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(status)\n"
     )
