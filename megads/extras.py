@@ -34,8 +34,8 @@ def load_extra(package: str, user: object) -> Any:
 
 def missing_extra(package: str, user: object) -> DataError:
     """The error for a package that is not installed."""
-    extra = _EXTRAS[package.partition(".")[0]]
-    return DataError(f"{user} needs the package {package}: pip install 'megads[{extra}]'")
+    name = package.partition(".")[0]
+    return DataError(f"{user} needs the package {name}: pip install 'megads[{_EXTRAS[name]}]'")
 
 
 def is_installed(package: str) -> bool:
