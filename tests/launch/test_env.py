@@ -9,7 +9,7 @@ import pytest
 
 from megads.errors import LayoutError
 from megads.launch import env
-from megads.launch.machine import Machine
+from megads.launch.machine import Machine, gpu_count
 
 TORCHRUN = {
     "RANK": "5",
@@ -76,6 +76,16 @@ def test_slurm(gpus) -> None:
     assert other_job is not None and other_job.master_port != info.master_port
 
 
+def test_another_start_of_a_slurm_job_is_another_job(gpus) -> None:
+    """Processes of the start before may still be there, and hold its port."""
+    places = [
+        env.rank_info("auto", {**SLURM, **changes})
+        for changes in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_STEP_ID": "2"})
+    ]
+    assert len({(place.master_port, place.job) for place in places if place}) == 3
+    assert places[1] and places[1].job == "SLURM job 1204.0 (requeued 1 times)"
+
+
 def test_slurm_master_can_be_set(gpus) -> None:
     info = env.rank_info("auto", {**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert info is not None and info.init_method == "tcp://10.0.0.1:4000"
@@ -103,6 +113,38 @@ def test_local_rank_indexes_the_visible_gpus(gpus) -> None:
     gpus(2)
     info = env.rank_info("auto", {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "4,5"})
     assert info is not None and (info.device, info.backend) == ("cuda:1", "nccl")
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        ("4,5", ["cuda:0", "cuda:1"]),  # indices into the list: the machine's GPUs 4 and 5
+        ("GPU-8932f937,GPU-0e48ed5c", ["cuda:0", "cuda:1"]),
+        (None, ["cuda:0", "cuda:1"]),
+        ("", ["cpu", "cpu"]),
+        ("4", ["cuda:0", "1 GPU "]),
+        ("7,99", ["cuda:0", "1 GPU "]),  # CUDA ends the list at a GPU that is not there
+    ],
+)
+def test_visible_gpus_are_never_numbered_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: list[str]
+) -> None:
+    """Each rank takes its entry of the list it was given, and the list stays as it is."""
+    monkeypatch.setattr(env, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(env, "gpu_count", lambda v: gpu_count(v, root=tmp_path))
+    (tmp_path / "dev").mkdir()
+    for number in range(8):
+        (tmp_path / f"dev/nvidia{number}").touch()
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    for rank, device in enumerate(devices):
+        environ = {**TORCHRUN, **given, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        if device.startswith("1 GPU"):
+            with pytest.raises(LayoutError, match=rf"{device}\(CUDA_VISIBLE_DEVICES={visible}\)"):
+                env.rank_info("auto", environ)
+        else:
+            info = env.rank_info("auto", environ)
+            assert info is not None and info.device == device
+    assert "CUDA_VISIBLE_DEVICES" not in _workers(given)
 
 
 def test_more_ranks_than_gpus_is_refused_unless_gloo_is_asked_for(gpus) -> None:
@@ -147,7 +189,7 @@ def test_what_the_user_set_stays() -> None:
         "GLOO_SOCKET_IFNAME": "eth3",
         "PYTHONUNBUFFERED": "",
     }
-    assert set(_workers(mine)) == {env.LAUNCHER_PID}
+    assert set(_workers(mine)) == {env.LAUNCHER_PID, env.JOB_STARTED}
     assert _workers(mine, threads=3)["OMP_NUM_THREADS"] == "3"
 
 
