@@ -29,12 +29,17 @@ class Evaluation:
     tokens: int
 
 
-def evaluate(parts: RunParts) -> Evaluation:
-    """The loss of a model in training over at most `eval.steps` global batches. Collective."""
+def evaluate(parts: RunParts, stop_requested: Callable[[], bool]) -> Evaluation | None:
+    """The loss of a model in training over at most `eval.steps` global batches. Collective.
+
+    None, on all ranks, when one of them was asked to save and leave meanwhile.
+    """
     assert parts.valid_loader is not None
     for module in parts.modules:
         module.eval()
-    result = mean_loss(parts.valid_loader, parts.config, parts.mesh, parts.executor.evaluate)
+    result = mean_loss(
+        parts.valid_loader, parts.config, parts.mesh, parts.executor.evaluate, stop_requested
+    )
     for module in parts.modules:
         module.train()
     return result
@@ -47,14 +52,23 @@ def evaluate_model(model: LanguageModel, loader: TokenLoader, config: Config) ->
     def loss_sum(microbatches: list[MicroBatch]) -> Tensor:
         return torch.stack([model.stage(None, batch).double() for batch in microbatches]).sum()
 
-    return mean_loss(loader, config, Mesh.single(loader.device), loss_sum)
+    result = mean_loss(loader, config, Mesh.single(loader.device), loss_sum, lambda: False)
+    assert result is not None
+    return result
 
 
-def mean_loss(loader: TokenLoader, config: Config, mesh: Mesh, loss_sum: LossSum) -> Evaluation:
+def mean_loss(
+    loader: TokenLoader,
+    config: Config,
+    mesh: Mesh,
+    loss_sum: LossSum,
+    stop_requested: Callable[[], bool],
+) -> Evaluation | None:
     """The token-weighted mean loss over the samples of an evaluation. Collective.
 
     Always the same samples, each at most once, whatever the layout; with fewer than asked for,
     all of them, and the last batch of a source is filled up with samples that count nothing.
+    None as soon as a batch is done and `stop_requested()` on some rank.
     """
     train, dp = config.train, mesh.dp
     plan = loader.evaluation_plan(config.eval.steps, train.global_batch_size)
@@ -70,7 +84,10 @@ def mean_loss(loader: TokenLoader, config: Config, mesh: Mesh, loss_sum: LossSum
         )
         source = batch.source
         tokens[source] = tokens.get(source, 0) + count_loss_tokens(microbatches, mesh)
-        losses[source] = losses.get(source, 0.0) + agree(loss_sum(microbatches), mesh)[0]
+        loss, stops = agree(loss_sum(microbatches), mesh, stop_requested=stop_requested())
+        if stops:
+            return None
+        losses[source] = losses.get(source, 0.0) + loss
     total = sum(tokens.values())
     return Evaluation(
         sum(losses.values()) / max(1, total),

@@ -12,6 +12,7 @@ from megads.errors import FINISHED_STATUS, STOPPED_STATUS
 from megads.launch.activity import Activity
 from megads.launch.env import RankInfo
 from megads.launch.signals import StopRequest
+from megads.parallel.collectives import broadcast_object
 from megads.train.bad_steps import handle_bad_step
 from megads.train.build import RunParts, build
 from megads.train.checkpointing import finish, has_way_back, must_stop, resume, save, settle
@@ -55,7 +56,8 @@ def train(
 def _run(parts: RunParts, stop: StopRequest) -> int:
     config, state = parts.config, parts.state
     steps, checkpoint = config.train.steps, config.checkpoint
-    if state.step >= steps:
+    evaluated = not _lacks_evaluation(parts)
+    if state.step >= steps and evaluated:
         parts.metrics.note(f"already finished: step {state.step} of {steps}")
         return FINISHED_STATUS
     _write_config(parts)
@@ -66,6 +68,8 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     saved_at = state.step
     parts.timer.start()
     times: list[StepTime] = []
+    if not evaluated and not _evaluate(parts, stop):
+        return _stopped(parts, evaluated=False)
     while state.step < steps:
         with parts.timer.step(state.step + 1, times):
             result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
@@ -75,21 +79,47 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
             _start_ledger(parts)
             saved_at = state.step
             continue
-        is_last = state.step == steps
-        if _due(config.eval.every, state.step) or (config.eval.every and is_last):
-            validation = evaluate(parts)
-            parts.metrics.evaluation(state.step, validation.loss, validation.by_source)
-        if _due(checkpoint.every, state.step) or result.stop_requested:
+        evaluated = not _evaluation_due(parts) or (
+            not result.stop_requested and _evaluate(parts, stop)
+        )
+        stops = result.stop_requested or not evaluated
+        if _due(checkpoint.every, state.step) or stops:
             _save(parts)
             saved_at = state.step
-        if result.stop_requested and not is_last:
-            _finish(parts)
-            parts.metrics.note(f"stopped on request; step {state.step} is saved")
-            return STOPPED_STATUS
+        if stops and (state.step < steps or not evaluated):
+            return _stopped(parts, evaluated=evaluated)
     if checkpoint.save_last and saved_at != state.step:
         _save(parts)
     _finish(parts)
     return FINISHED_STATUS
+
+
+def _stopped(parts: RunParts, *, evaluated: bool) -> int:
+    _finish(parts)
+    later = "" if evaluated else "; its evaluation comes when the run goes on"
+    parts.metrics.note(f"stopped on request; step {parts.state.step} is saved{later}")
+    return STOPPED_STATUS
+
+
+def _evaluate(parts: RunParts, stop: StopRequest) -> bool:
+    """Measure and record the validation loss; False if a request to stop has cut that short."""
+    result = evaluate(parts, lambda: stop.requested or must_stop(parts))
+    if result is not None:
+        parts.metrics.evaluation(parts.state.step, result.loss, result.by_source)
+    return result is not None
+
+
+def _evaluation_due(parts: RunParts) -> bool:
+    every, step = parts.config.eval.every, parts.state.step
+    return _due(every, step) or (every > 0 and step == parts.config.train.steps)
+
+
+def _lacks_evaluation(parts: RunParts) -> bool:
+    """Whether an earlier start of the run was stopped before this step's evaluation. Collective."""
+    if not parts.state.step or not _evaluation_due(parts):
+        return False
+    mine = parts.metrics.lacks_evaluation(parts.state.step)
+    return broadcast_object(mine, parts.mesh.world)
 
 
 def _start_ledger(parts: RunParts) -> None:

@@ -84,6 +84,11 @@ class Metrics:
         self._record(line)
         self.note(text)
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether the run recorded steps before, but no validation loss at this one. On a silent
+        rank, False."""
+        return self._lines is not None and self._lines.lacks(step, "val_loss")
+
     def note(self, text: str) -> None:
         """Tell whoever watches; nobody may be left, and training goes on."""
         if self._display is not None:

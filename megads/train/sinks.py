@@ -76,6 +76,13 @@ class JsonLines:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def lacks(self, step: int, name: str) -> bool:
+        """Whether there are lines, but none of this step that has `name`."""
+        lines = self._lines()
+        return bool(lines) and not any(
+            name in json.loads(line) for line in lines if _step_of(line) == step
+        )
+
     def close(self, status: int) -> None:
         self._file.close()
 
