@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test slurm-test check clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+slurm-test: setup
+	PYTHON=$(BIN)/python scripts/slurm/test.sh $(SLURM_RECIPE)
 
 check: setup
 	$(BIN)/ruff check .
