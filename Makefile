@@ -3,20 +3,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+DEVELOPING := $(VENV)/.developing
 
 .PHONY: setup demo test slurm-test check clean
 
-setup: $(STAMP)
+setup: $(DEVELOPING)
 
-$(STAMP): pyproject.toml constraints.txt
+$(INSTALLED): EXTRAS :=
+$(DEVELOPING): EXTRAS := [dev]
+$(INSTALLED) $(DEVELOPING): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "megads needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try PYTHON=python3.12 make"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
 	@touch $@
 
-demo: setup
+demo: $(INSTALLED)
 	$(BIN)/megads-train model=gpt-tiny parallel=tp2pp2 run.dir=runs/demo
 	$(BIN)/megads-generate runs/demo
 
