@@ -51,8 +51,8 @@ def _loss(options: argparse.Namespace) -> tuple[str, str]:
     loader = open_loader(config, prepare_data(config), "valid", device=device)
     result = evaluate_model(load_model(checkpoint, device=device, dtype=dtype), loader, config)
     loader.close()
-    losses = {"all": result.loss} if len(result.by_source) != 1 else {}
-    losses |= result.by_source
+    whole = {"all": result.loss} if len(result.by_source) != 1 else {}
+    losses = whole | result.by_source
     perplexities = {name: perplexity(loss) for name, loss in losses.items()}
     lines = [f"{checkpoint}, {result.tokens} tokens"]
     for name, loss in losses.items():
@@ -65,7 +65,7 @@ def _asked_for(config: Config, run_dir: Path, options: argparse.Namespace) -> Co
     """The run's configuration with what the command line says instead."""
     data, train, evaluation = config.data, config.train, config.eval
     if options.data:
-        data = data.model_copy(update={"valid_paths": tuple(options.data)})
+        data = data.model_copy(update={"valid_paths": tuple(options.data), "valid_names": ()})
     if options.batch:
         sizes = {"micro_batch_size": options.batch, "global_batch_size": options.batch}
         train = train.model_copy(update=sizes)

@@ -29,6 +29,11 @@ def strip_suffix(path: str | os.PathLike[str]) -> str:
     return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
+def source_name(path: str) -> str:
+    """What an entry of `data.paths` is called: its file's name without what follows."""
+    return Path(path).name.split(".")[0] if is_text(path) else Path(strip_suffix(path)).name
+
+
 def data_problems(config: Config) -> Iterator[str]:
     """What is wrong with the paths, the weights or the tokenizer; no data is read."""
     data = config.data
@@ -41,6 +46,10 @@ def data_problems(config: Config) -> Iterator[str]:
         yield f"data.weights has {len(data.weights)} entries for {len(data.paths)} data.paths"
     elif data.weights and not any(data.weights):
         yield "data.weights are all 0; at least one must be above"
+    valid = "data.valid_paths" if data.valid_paths else "data.paths"
+    sets = len(data.valid_paths or data.paths)
+    if data.valid_names and len(data.valid_names) != sets:
+        yield f"data.valid_names has {len(data.valid_names)} names for {sets} {valid}"
     files = () if streamed else data.paths
     for key, paths in (("data.paths", files), ("data.valid_paths", data.valid_paths)):
         for path in paths:

@@ -18,6 +18,7 @@ from megads.config.fields import (
     Factor,
     Fraction,
     Group,
+    Names,
     NonNegative,
     NonNegativeFloat,
     Paths,
@@ -176,6 +177,9 @@ class DataConfig(Group):
     valid_fraction: Fraction = 0.02
     """Last share of each source's documents or tokens, kept for evaluation."""
     valid_paths: Paths = ()
+    """Other files for evaluation, whole; each is a set with a loss of its own."""
+    valid_names: Names = ()
+    """What the sets are called in reports, in the order of their paths; (): after their files."""
     tokenizer: str = "byte"
     """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json, or of the
     folder that holds one."""

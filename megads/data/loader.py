@@ -34,6 +34,7 @@ from megads.data.source import (
     open_sources,
     require_samples,
     training_mixture,
+    validation_names,
 )
 from megads.errors import DataError
 from megads.parallel.batch import MicroBatch
@@ -57,7 +58,7 @@ class TokenLoader:
     raises DataError when its batch is read. Batches are put on `device`; those of the next few
     steps are read in the background, of the size that `size_after(consumed)` says (None: of the
     size asked for last). With `document_mask` they say where documents begin, and the first token
-    of one is no label in the loss.
+    of one is no label in the loss. `names`: what the sources are called, () after their files.
 
     Raises DataError when the sources hold no sample, and as `DataPlan.begin`.
     """
@@ -72,12 +73,14 @@ class TokenLoader:
         size_after: Callable[[int], int] | None = None,
         device: torch.device | str = "cpu",
         document_mask: bool = False,
+        names: Sequence[str] = (),
     ) -> None:
         self.sources = tuple(sources)
         self.seq_length = self.sources[0].seq_length
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.document_mask = document_mask
+        self._names = names
         self.num_samples = sum(source.num_samples for source in self.sources)
         """Distinct samples of all sources together."""
         require_samples(self.sources)
@@ -111,7 +114,7 @@ class TokenLoader:
     @property
     def names(self) -> list[str]:
         """A name for each of the plan's sources; numbered where files are called alike."""
-        names = [source.name for source in self.plan.sources]
+        names = list(self._names) or [source.name for source in self.plan.sources]
         return [
             f"{name}-{names[:n].count(name) + 1}" if names.count(name) > 1 else name
             for n, name in enumerate(names)
@@ -151,9 +154,14 @@ class TokenLoader:
         return [placed(batch, self.device) for batch in result]
 
     def evaluation_plan(self, steps: int, global_batch_size: int) -> EvaluationPlan:
-        """The samples that an evaluation of at most `steps` global batches reads, by source."""
+        """The samples that an evaluation of at most `steps` global batches reads, by source.
+
+        Each source has its share by size, but one sample at least: none is left out unseen.
+        """
         samples = min(self.num_samples, steps * global_batch_size)
-        return EvaluationPlan.make(self.order.counts(samples).tolist(), global_batch_size)
+        least = [min(1, source.samples) for source in self.plan.sources]
+        counts = np.maximum(self.order.counts(samples), least)
+        return EvaluationPlan.make(counts.tolist(), global_batch_size)
 
     def evaluation_batches(
         self,
@@ -257,6 +265,7 @@ def open_loader(
             size_after=rampup.size_at if training else None,
             device=device,
             document_mask=config.data.document_mask,
+            names=() if training else validation_names(config),
         )
     except DataError as error:
         raise DataError(f"{split} data: {error}") from error

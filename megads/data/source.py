@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from megads.config.data_files import source_name
 from megads.config.schema import Config
 from megads.data.documents import document_starts
 from megads.data.indexed import IndexedTokens
@@ -105,6 +106,12 @@ def open_sources(config: Config, data: ResolvedData, split: Split) -> list[Token
         )
         for prefix in (data.valid if own_files and split == "valid" else data.train)
     ]
+
+
+def validation_names(config: Config) -> tuple[str, ...]:
+    """What the sets of validation are called: `data.valid_names`, else as their files."""
+    data = config.data
+    return data.valid_names or tuple(map(source_name, data.valid_paths or data.paths))
 
 
 def require_samples(sources: Sequence[TokenSource]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,24 +26,24 @@ def trained(tmp_path: Path, workers: Workers, *overrides: str) -> tuple[Path, di
     return run, {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
 
 
-def loss(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, float]:
+def measured(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main([*arguments, "--json"]) == 0
-    losses: dict[str, float] = json.loads(capsys.readouterr().out)["loss"]
-    return losses
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 @pytest.mark.parametrize("layout", ["tp2pp2", "dp2zero3"])
 def test_equals_the_loss_in_training(
     tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str], layout: str
 ) -> None:
-    run, measured = trained(tmp_path, workers, f"parallel={layout}")
-    newest = loss(capsys, str(run))
-    assert newest["all"] == pytest.approx(measured[4], rel=1e-5)
+    run, in_training = trained(tmp_path, workers, f"parallel={layout}")
+    newest = measured(capsys, str(run))["loss"]
+    assert newest["all"] == pytest.approx(in_training[4], rel=1e-5)
     assert set(newest) == {"all", "a", "b"}
-    before = loss(capsys, str(run / "checkpoints/step-2"))
-    assert before["all"] == pytest.approx(measured[2], rel=1e-5)
+    before = measured(capsys, str(run / "checkpoints/step-2"))["loss"]
+    assert before["all"] == pytest.approx(in_training[2], rel=1e-5)
     # What is compared would show another checkpoint.
-    assert before["all"] != pytest.approx(measured[4], rel=1e-4)
+    assert before["all"] != pytest.approx(in_training[4], rel=1e-4)
 
 
 def test_other_data_and_what_is_printed(
@@ -53,8 +55,52 @@ def test_other_data_and_what_is_printed(
     assert first == f"{run / 'checkpoints/step-4'}, {2 * 4 * 16} tokens"
     name, _, value, _, perplexity = second.split()
     assert name == "b" and math.exp(float(value)) == pytest.approx(float(perplexity), rel=1e-3)
+    sets, every = [str(tmp_path / "a"), str(tmp_path / "b")], ["--steps", "1000"]
+    alone = [measured(capsys, str(run), *every, "--data", path) for path in sets]
+    output = tmp_path / "both.json"
+    both = measured(capsys, str(run), *every, "--data", *sets, "--output", str(output))
+    assert json.loads(output.read_text()) == both
+    tokens = [each["tokens"] for each in alone]
+    losses = [each["loss"][name] for each, name in zip(alone, "ab", strict=True)]
+    mean = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
+    assert both["tokens"] == sum(tokens) and tokens[0] != tokens[1]
+    assert both["loss"] == pytest.approx({"all": mean, "a": losses[0], "b": losses[1]}, rel=1e-6)
+    assert both["perplexity"] == {name: math.exp(loss) for name, loss in both["loss"].items()}
+    narrow = measured(capsys, str(run), *every, "--data", *sets, "--dtype", "bf16")
+    assert both["loss"] != narrow["loss"] == pytest.approx(both["loss"], rel=1e-2)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main([str(tmp_path / "nothing")]) == 1
     assert str(tmp_path / "nothing") in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main([str(tmp_path / "nothing"), "--tasks", "x"]) == 2
+    told = "--tasks needs the package lm_eval: pip install 'megads[eval]'"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--tasks", "x", "--data", "y"], "--data is not for --tasks"),
+        (["run", "--num-fewshot", "0"], "--num-fewshot is for --tasks, which is not given"),
+        (["run", "--batch", "0"], "--batch: 0 is not 1 or more"),
+        (["run", "--steps", "x"], "--steps: invalid number value: 'x'"),
+        (["--tasks", "x"], "required: run"),
+        (["run", "--output", "no/where.json"], "there is no folder no"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("abacus", "cuda:77"):
+        assert main([str(tmp_path), "--device", name]) == 2
+        assert f"--device {name} cannot be used: " in capsys.readouterr().err

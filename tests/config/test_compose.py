@@ -248,6 +248,7 @@ SPECIAL = {
     "optim.betas": "[0.8,0.99]",
     "data.paths": "[x.txt]",
     "data.valid_paths": "[y.txt]",
+    "data.valid_names": "[y]",
     "data.weights": "[1.0]",
     "data.epochs": "[2.0]",
     "data.limits": "[5]",

@@ -155,6 +155,7 @@ IMPOSSIBLE = [
     ("data.weights=[0.0]", None, ["data.weights", "0"]),
     ("data.paths=[/no/such.txt]", None, ["data.paths", "/no/such.txt"]),
     ("data.valid_paths=[/no/such.jsonl]", None, ["data.valid_paths", "/no/such"]),
+    ("data.valid_names=[a,b]", None, ["data.valid_names has 2 names for 1 data.paths"]),
     ("data.paths=[/no/such]", None, ["/no/such.bin", "/no/such.idx", ".jsonl"]),
     ("data.tokenizer=/no/t.json", None, ["data.tokenizer=/no/t.json", "byte"]),
     ("model.vocab_size=200", None, ["vocab_size=200", "257"]),

@@ -15,6 +15,7 @@ from megads.config.schema import Config
 from megads.data.indexed import IndexedTokens, TokenWriter
 from megads.data.loader import open_loader
 from megads.data.prepare import prepare_data
+from megads.data.source import validation_names
 from megads.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -143,6 +144,16 @@ def test_token_files_are_used_where_they_are(tmp_path: Path) -> None:
             prepare_data(config(tmp_path / "run", paths=[prefix])),
             "valid",
         )
+
+
+def test_sets_are_called_as_they_are_named_or_as_their_files(tmp_path: Path) -> None:
+    (tmp_path / "wiki.en.jsonl").write_text('{"text": "some words"}\n')
+    paths = [str(tmp_path / "wiki.en.jsonl"), "demo"]
+    named = config(tmp_path / "run", paths=["demo"], valid_paths=paths, valid_names=["one", "two"])
+    plain = config(tmp_path / "run", paths=["demo"], valid_paths=paths)
+    assert [validation_names(c) for c in (named, plain)] == [("one", "two"), ("wiki", "demo")]
+    tokens = config(tmp_path / "run", paths=["/data/x.y.bin", "/data/z_text_document"])
+    assert validation_names(tokens) == ("x.y", "z_text_document")
 
 
 def test_all_problems_are_found_at_once(tmp_path: Path) -> None:

@@ -134,9 +134,12 @@ def test_evaluation_tells_sources_apart(
         expected[name] = F.cross_entropy(predicted.flatten(0, 1), rows[:, 1:].flatten()).item()
     mean = np.average(list(expected.values()), weights=counts)
     assert abs(mean - np.mean(list(expected.values()))) > 1e-4, "a mean of means is another"
-    for layout in ("single", "dp2", "pp2"):
-        config = tiny_config(tmp_path / layout, "", "gpt", *options, f"parallel={layout}")
+    for layout, names in (("single", ""), ("dp2", "first,second"), ("pp2", "")):
+        words = [*options, f"parallel={layout}", f"data.valid_names=[{names}]"]
+        config = tiny_config(tmp_path / layout, "", "gpt", *words)
         (line,) = [x for x in run_training(workers, config) if "val_loss" in x]
+        called = names.split(",") if names else ["a", "b"]
+        expected = dict(zip(called, expected.values(), strict=True))
         assert line["val_loss_by_source"] == pytest.approx(expected, rel=1e-5)
         assert line["val_loss"] == pytest.approx(mean, rel=1e-5)
         perplexities = {name: math.exp(loss) for name, loss in expected.items()}
