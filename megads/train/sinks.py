@@ -112,10 +112,13 @@ class TensorBoard:
         self._writer.add_text("config", f"    {indented}", step)
 
     def record(self, line: Line) -> None:
-        step = int(line["step"])
-        for name, value in numbers(line).items():
-            if name != "step":
-                self._writer.add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One record for all: add_scalar makes one of each, in a tenfold of the time.
+        values = numbers(line)
+        step = int(values.pop("step"))
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.file_writer.add_summary(Summary(value=scalars), step)
 
     def close(self, status: int) -> None:
         if self._writer is not None:
