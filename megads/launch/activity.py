@@ -66,6 +66,10 @@ class Activity:
         """Write something under the line."""
         self._stacks.write(f"\n{text}\n".encode())
 
+    def catch_crashes(self) -> None:
+        """From now on a crash of this process, as by SIGSEGV, leaves its stacks."""
+        faulthandler.enable(self._stacks, all_threads=True)
+
     def end_after(self, seconds: float) -> None:
         """End this process, with its stacks written, unless this is called again by then.
 
@@ -75,6 +79,7 @@ class Activity:
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
 
 
 def read_activity(path: Path) -> str | None:

@@ -21,6 +21,7 @@ from megads.errors import FINISHED_STATUS, STOPPED_STATUS, WorkerFailure
 from megads.launch.activity import activity_file, is_since, read_activity
 from megads.launch.env import this_machine, with_variables, worker_environment
 from megads.launch.supervisor import POLL_S, Signals, WorkerEnd, read_ends, request
+from megads.launch.watchdog import GRACE_S, LEAVING_SHARE
 from megads.launch.world import usable_gpus
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,9 @@ def launch_local(config: Config, nproc: int, work: Work, arguments: Sequence[str
         workers=nproc,
         cores=machine.cores,
     )
-    job = _Job(Path(config.run.dir), nproc, [work.target, work.preload, *arguments], variables)
+    grace_s = min(GRACE_S, LEAVING_SHARE * config.launch.timeout_s)
+    command = [str(nproc), str(grace_s), work.target, work.preload, *arguments]
+    job = _Job(Path(config.run.dir), nproc, command, variables)
     with Signals().installed() as signals:
         for restarts_left in range(config.launch.max_restarts, -1, -1):
             try:
@@ -85,7 +88,7 @@ class _Failure(WorkerFailure):
 class _Job:
     """The processes of a job, started once or more often.
 
-    `command`: target, preloaded module and arguments for the supervisor.
+    `command`: the supervisor's arguments but the first.
     """
 
     run_dir: Path
@@ -103,7 +106,7 @@ class _Job:
             command = [sys.executable, *_python_options(), "-m", "megads.launch.supervisor"]
             # A session of its own: Ctrl-C in a terminal reaches the workers only through us.
             process = subprocess.Popen(
-                [*command, place, str(self.nproc), *self.command],
+                [*command, place, *self.command],
                 stdin=subprocess.DEVNULL,
                 env=with_variables(self.variables),
                 start_new_session=True,

@@ -29,8 +29,6 @@ from megads.launch.signals import StopRequest
 from megads.launch.worker import end_file, end_with, leave
 
 LOOPBACK = "127.0.0.1"
-GRACE_S = 5.0
-"""How long workers get to leave once one of them has failed."""
 POLL_S = 0.02
 END = "end.json"
 UNFINISHED = "the process ended, with status 0, before the run was finished"
@@ -75,6 +73,8 @@ class Workers:
     """The running workers: their process ids by rank, and how those that are gone ended."""
 
     directory: Path
+    grace_s: float
+    """How long the others get to leave once one has failed."""
     running: dict[int, int] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     """Workers that were stopped and had not gone on when the first failed, if any has."""
@@ -133,7 +133,7 @@ class Workers:
             if end is not None:
                 self.ends.append(end)
         if self.ends and self.leave_by is None:
-            self.leave_by = time.monotonic() + GRACE_S
+            self.leave_by = time.monotonic() + self.grace_s
             self.send(signal.SIGTERM)
             self.send(signal.SIGCONT)  # who is stopped cannot leave
         elif self.leave_by is not None and not self.killed and time.monotonic() > self.leave_by:
@@ -193,15 +193,13 @@ class Signals:
 
 
 def supervise(
-    entry: Entry, arguments: Sequence[str], nproc: int, directory: Path, signals: Signals
+    entry: Entry, arguments: Sequence[str], nproc: int, workers: Workers, signals: Signals
 ) -> list[WorkerEnd]:
     """Run `entry(arguments)` in `nproc` forked workers until all have ended; the bad ends.
 
-    Each gets torchrun's variables. When one fails the others are told to leave and, GRACE_S later,
+    Each gets torchrun's variables. When one fails the others are told to leave and, a little later,
     killed. `signals`, already installed, are passed on: a worker finishes its step and saves.
-    `directory` takes the workers' error files.
     """
-    workers = Workers(directory)
     # A signal must find either the workers listed here or, in a worker, its own handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     workers.fork(entry, arguments, nproc)
@@ -229,18 +227,19 @@ def _work(entry: Entry, arguments: Sequence[str]) -> NoReturn:
 
 
 def main() -> None:
-    """The program: `DIRECTORY NPROC MODULE:FUNCTION PRELOADED_MODULE [ARGUMENT...]`.
+    """The program: `DIRECTORY NPROC GRACE_S MODULE:FUNCTION PRELOADED_MODULE [ARGUMENT...]`.
 
-    The end of the job is written to `DIRECTORY/END`.
+    The workers' error files and, as END, the end of the job are written to `DIRECTORY`.
     """
-    place, nproc, target, preloaded, *arguments = sys.argv[1:]
+    place, nproc, grace_s, target, preloaded, *arguments = sys.argv[1:]
     directory = Path(place)
     with Signals().installed() as signals:
         module, function = target.split(":")
         with suppress(Exception):  # a worker that lacks a module says so better
             importlib.import_module(preloaded)
         entry = getattr(importlib.import_module(module), function)
-        ends = supervise(entry, arguments, int(nproc), directory, signals)
+        workers = Workers(directory, float(grace_s))
+        ends = supervise(entry, arguments, int(nproc), workers, signals)
         temporary = directory / f"{END}.part"
         temporary.write_text(json.dumps([asdict(end) for end in ends]))
         temporary.replace(directory / END)

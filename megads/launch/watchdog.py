@@ -18,6 +18,9 @@ OWN_SHARE = 0.5
 WAITING_SHARE = 0.8
 """Share that a rank waits for others. It is more, so that the rank that hangs is the first to fail;
 what is left is for the others to leave."""
+LEAVING_SHARE = 0.1
+"""Share that the other ranks get to leave once one has failed, if it is not longer than GRACE_S."""
+GRACE_S = 5.0
 
 OnHang = Callable[[str], None]
 """Ends the process; told what it was doing."""
@@ -29,8 +32,8 @@ class Watchdog:
     When the rank's own work makes no progress for `limit_s`, the stacks of all threads are written
     and `on_hang` is called; a process that cannot even run this thread is ended a little later. On
     a signal the stacks are written too: it may come because another rank has failed, and the main
-    thread may be waiting where no handler of its own can run. An error that ends what is inside
-    leaves its traceback in the same file. Only the main thread may enter it.
+    thread may be waiting where no handler of its own can run. A crash, or an error that ends what
+    is inside, leaves its traceback in the same file. Only the main thread may enter it.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._activity.catch_crashes()
         self._look()  # the thread may never get to run
         self._thread.start()
         return self
