@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,15 @@ def write_profile(
     tp: int = 1,
     delay: float = 0.0,
     schedule: str = "auto",
+    costs: Sequence[float] = (),
 ) -> None:
-    """Timelines of a step whose passes take exactly 10 and 20 ms a stage, plus 5 for the last.
+    """Timelines of a step whose forwards take exactly `costs`, by virtual stage, backwards double.
+
+    Without costs a forward takes 10 ms, that of the last virtual stage 15.
 
     Stage `s` starts `delay * s` later than it could, and `data` comes before everything.
     """
-    costs = [0.010] * (pp * chunks - 1) + [0.015]
+    costs = costs or [0.010] * (pp * chunks - 1) + [0.015]
     report = simulate(
         build_schedule(schedule, pp, chunks, microbatches),
         chunks,

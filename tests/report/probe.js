@@ -29,7 +29,7 @@ addEventListener("load", () => {
   if (all.length) {
     const loss = all[0], timeline = all[all.length - 1];
     const timelineWas = count(timeline, ".barlayer .point path");
-    document.querySelector("button.run").click();
+    document.querySelectorAll("button.run")[1].click();
     told.visible = loss.data.map((trace) => trace.visible !== false);
     change("axis", { value: "tokens" });
     told.tokens = loss.data.map((trace) => Array.from(trace.x));

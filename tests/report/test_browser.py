@@ -31,7 +31,9 @@ def page(folder: Path) -> str:
     lines[1]["loss"] = float("nan")
     runs = [
         write_run(folder / "plain", steps=50),
-        write_run(folder / NASTY, lines, config(parallel__pp=3)),
+        write_run(
+            folder / NASTY, lines, config(parallel__pp=3, run__dir="x", train__note="x" * 200)
+        ),
     ]
     write_profile(runs[0], microbatches=8)
     write_profile(runs[1], pp=3, microbatches=4)
@@ -64,14 +66,16 @@ def test_everything_is_drawn_and_every_switch_works(
         ("timelines", spans("plain") + 2 * 16, 0, 0),
     ]
     assert all(chart["height"] > 150 and chart["width"] > 300 for chart in charts)
-    assert told["visible"] == [False, True, True]
+    assert told["visible"] == [True, False, False]
     assert told["axisTitle"] == "tokens"
     tokens = [4096 * step for step in range(1, STEPS + 1)]
     assert told["tokens"][1] == tokens[:1] + tokens[2:] and told["tokens"][2] == [tokens[1]]
     assert told["logarithmic"] == [True, True, True] + [False] * (len(charts) - 3)
     assert told["timeline"] == [spans("plain") + 2 * 16, spans(NASTY) + 3 * 8]
     # Three stages: 20 ms until the last starts, its 4 x 45, and 40 until the first has ended.
-    assert told["caption"].startswith("Measured: 240.0 ms, bubble 41.7%. Simulated: 240.0 ms, bubble 41.7%.")
+    assert told["caption"].startswith(
+        "Measured: 240.0 ms, bubble 41.7%. Simulated: 240.0 ms, bubble 41.7%."
+    )
     assert told["overflow"] <= 0
 
 

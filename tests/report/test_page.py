@@ -16,7 +16,8 @@ from megads.report.runs import read_runs
 from tests.report.made_up import config, step_line, write_profile, write_run
 
 LIBRARY = "/* the library's script */"
-NASTY = "\"><img src=x onerror=boom()>& '</script>".replace("/", "\u2044")
+NASTY = """"><img src=x onerror=boom()>& '<b>"""
+NASTY_SETTING = "</script><!--<script>" + NASTY
 
 
 class Parts(HTMLParser):
@@ -55,7 +56,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         )
         for s in range(1, 4)
     ]
-    nasty = write_run(folder / NASTY, lines, config(parallel__schedule=NASTY) | {NASTY: 1})
+    nasty = write_run(folder / NASTY, lines, config(parallel__schedule=NASTY_SETTING) | {NASTY: 1})
     (nasty / "config.before-step-2.yaml").write_text("[")
     for run in (good, nasty):
         write_profile(run)
@@ -100,7 +101,8 @@ def test_text_of_runs_stays_text(page: str) -> None:
     ]
     assert NASTY in parts.text["th", None] and NASTY in parts.text["td", None]
     assert "config.before-step-2.yaml" in parts.text["p", None]
-    assert f"parallel.schedule={NASTY} is unknown" in figures_of(page)["timelines"][1]["caption"]
+    reason = f"parallel.schedule={NASTY_SETTING} is unknown"
+    assert reason in figures_of(page)["timelines"][1]["caption"]
 
 
 def test_every_chart_has_its_place_and_its_figure(page: str) -> None:

@@ -35,8 +35,11 @@ def test_a_step_as_it_was_simulated_is_simulated_as_it_was(
     tmp_path: Path, pp: int, chunks: int, microbatches: int, schedule: str
 ) -> None:
     """Every pass in the same place and time, and so the same bubble."""
+    costs = [0.010 + 0.003 * virtual for virtual in range(pp * chunks)]
+    write_profile(
+        tmp_path, pp=pp, chunks=chunks, microbatches=microbatches, schedule=schedule, costs=costs
+    )
     sizes = {"pp": pp, "chunks": chunks, "schedule": schedule}
-    write_profile(tmp_path, pp=pp, chunks=chunks, microbatches=microbatches, schedule=schedule)
     (found,), problems = profile(tmp_path, **{f"parallel__{k}": v for k, v in sizes.items()})
     assert (problems, found.reason, found.step) == ([], "", 5)
     assert found.simulated is not None

@@ -106,9 +106,10 @@ def test_ranks_are_relative_to_the_median_of_their_step(tmp_path: Path) -> None:
 
 
 def test_many_ranks_and_steps_are_bounded_and_the_slow_one_is_there(tmp_path: Path) -> None:
-    world, steps, slow = MAX_ROWS + 50, MAX_COLUMNS + 100, 33
+    world, steps, slow = MAX_ROWS + 50, 2 * MAX_COLUMNS, 33
     lines = [{"step": s, "loss": 1.0, "rank_times_s": [1.0] * world} for s in range(1, steps + 1)]
-    lines[222]["rank_times_s"] = [1.0] * slow + [7.0] + [1.0] * (world - slow - 1)
+    # In the second of the two steps that share a column.
+    lines[223]["rank_times_s"] = [1.0] * slow + [7.0] + [1.0] * (world - slow - 1)
     found = rank_figure(run_of(tmp_path / "a", lines, parallel__pp=3))
     assert found is not None
     (heat,) = found.traces
