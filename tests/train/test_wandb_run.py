@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megads.config.schema import Config
+from megads.launch.signals import StopRequest
 from megads.train import wandb_run
 from megads.train.wandb_run import WandbRun, unreachable
 from tests.distributed import Workers
@@ -118,6 +121,53 @@ def test_what_the_user_has_set_for_wandb_wins(
     assert notes == [
         f"wandb: offline; wandb sync '{config.run.dir}/wandb'/offline-run-* uploads it later"
     ]
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that runs are started with; none is really started."""
+    given: list[Any] = []
+
+    def init(config: dict[str, Any], settings: Any) -> Any:
+        given.append(settings)
+        return SimpleNamespace(
+            disabled=False, dir="/a/b/c", step=0, define_metric=lambda *args, **words: None
+        )
+
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("wandb.setup", lambda settings: None)
+    return given
+
+
+def test_the_id_stays_though_nothing_was_saved(tmp_path: Path, settings: list[Any]) -> None:
+    config = config_of(tmp_path, "logging.wandb_mode=offline", "logging.wandb_entity=team")
+    (tmp_path / "my run").mkdir()
+    for run_id in ("of the first start", "of the second"):
+        WandbRun(config, run_id, lambda note: None)
+    assert [start.run_id for start in settings] == ["of the first start"] * 2
+    assert settings[0].resume == "allow" and settings[0].entity == "team"
+
+
+def test_stopping_in_the_web_page_is_a_request_to_stop(tmp_path: Path, settings: list[Any]) -> None:
+    (tmp_path / "my run").mkdir()
+    WandbRun(config_of(tmp_path, "logging.wandb_mode=offline"), "id", lambda note: None)
+    with StopRequest() as stop:
+        asking = threading.Thread(target=settings[0].stop_fn)
+        asking.start()
+        asking.join()
+        assert stop.requested
+
+
+def test_wandb_can_be_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    notes: list[str] = []
+    (tmp_path / "my run").mkdir()
+    run = WandbRun(config_of(tmp_path), "0123abcd", notes.append)
+    run.rewind(0, 0)
+    run.record({"step": 1, "loss": 2.5})
+    run.close(0)
+    assert notes == ["wandb: off, as WANDB_MODE=disabled"]
+    assert not (tmp_path / "my run/wandb").exists()
 
 
 def test_without_a_network_a_run_is_offline(
