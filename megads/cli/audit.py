@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megads.cli.command import command_parser
 from megads.data.audit import AuditReport, audit
 from megads.errors import MegadsError
 
@@ -34,10 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megads-preprocess audit",
-        description="Compute again, from the plan in a run's data-ledger.jsonl, which samples each "
-        "step read, and check that none was repeated in its epoch or lost. Needs no data.",
+    parser = command_parser(
+        "megads-preprocess audit",
+        "Compute again, from the plan in a run's data-ledger.jsonl, which samples each step read, "
+        "and check that none was repeated in its epoch or lost; what was left out on purpose is "
+        "listed. Needs no data. Exit status 1 if anything is wrong.",
+        "example:\n  megads-preprocess audit runs/mine\n",
     )
     parser.add_argument("run", type=Path, help="run.dir of a run of megads-train")
     return parser

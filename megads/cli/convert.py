@@ -7,26 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.errors import MegadsError
+from megads.cli.command import command_parser, guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if words[:1] == ["verify"]:
-            _verify(_verify_parser().parse_args(words[1:]).checkpoint)
-        else:
-            _convert(words)
-    except MegadsError as error:
-        print(f"megads-convert: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    if words[:1] == ["verify"]:
+        checkpoint = _verify_parser().parse_args(words[1:]).checkpoint
+        return guarded("megads-convert verify", lambda: _verify(checkpoint))
+    return guarded("megads-convert", lambda: _convert(words))
 
 
-def _verify(path: Path) -> None:
+def _verify(path: Path) -> int:
     from megads.checkpoint.directory import find_checkpoint
     from megads.checkpoint.reader import verify
 
@@ -34,10 +27,11 @@ def _verify(path: Path) -> None:
     manifest = verify(checkpoint)
     size = sum(file.size for file in manifest.files.values())
     print(f"{checkpoint}: step {manifest.step}, {len(manifest.tensors)} tensors, {size} bytes: ok")
+    return 0
 
 
-def _convert(words: Sequence[str]) -> None:
-    from megads.convert.arguments import parse
+def _convert(words: Sequence[str]) -> int:
+    from megads.cli.convert_arguments import parse
     from megads.convert.formats import open_source
     from megads.convert.report import progress, summary
     from megads.convert.run import check_equal, convert, mapping, open_checked
@@ -55,13 +49,16 @@ def _convert(words: Sequence[str]) -> None:
         print(f"checked: {count} tensors of {options.target} equal those of {source.path}")
         if told := compare_logits(source, result):
             print(told)
+    return 0
 
 
 def _verify_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megads-convert verify",
-        description="Read a checkpoint of megads completely and hold every byte against its "
-        "digests.",
+    parser = command_parser(
+        "megads-convert verify",
+        "Read a checkpoint of megads completely and hold every byte against its digests. Exit "
+        "status 1, naming the file, if one is not as it was written.",
+        "examples:\n  megads-convert verify runs/mine\n"
+        "  megads-convert verify runs/mine/checkpoints/step-500\n",
     )
     parser.add_argument("checkpoint", type=Path, help="a step-N directory, or a run (the newest)")
     return parser

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megads.cli.command import guarded
 from megads.cli.evaluate_arguments import parse
 from megads.cli.evaluate_tasks import tasks
-from megads.errors import MegadsError
 
 if TYPE_CHECKING:
     from megads.config.schema import Config
@@ -20,17 +20,15 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = parse(arguments)
-    try:
+
+    def work() -> int:
         for_programs, for_people = (tasks if options.tasks else _loss)(options)
         if options.output:
             options.output.write_text(for_programs + "\n", encoding="utf-8")
         print(for_programs if options.json else for_people)
-    except (MegadsError, OSError) as error:
-        print(f"megads-eval: {error}", file=sys.stderr)
-        return error.exit_status if isinstance(error, MegadsError) else 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return guarded("megads-eval", work)
 
 
 def _loss(options: argparse.Namespace) -> tuple[str, str]:

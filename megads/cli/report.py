@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megads.cli.command import command_parser
 from megads.errors import MegadsError
 from megads.extras import load_extra
 from megads.report.page import build_page
@@ -37,13 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megads-report",
-        description="Write one self-contained HTML page about runs: loss, validation, learning "
-        "rate, gradient norm, throughput, memory by kind, phases of a step, the pipeline timeline "
-        "of profiled steps beside the simulated one, and what the configurations differ in.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "megads-report",
+        "Write one self-contained HTML page about runs: loss, validation, learning rate, gradient "
+        "norm, throughput, memory by kind, phases of a step, the pipeline timeline of profiled "
+        "steps beside the simulated one, and what the configurations differ in.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "run", type=Path, nargs="+", help="run.dir of a run of megads-train; several are overlaid"

@@ -203,7 +203,7 @@ def test_options_that_the_source_ignores(
     ],
 )
 def test_moments_are_only_asked_for_where_they_go(words: list[str], wanted: bool) -> None:
-    from megads.convert.arguments import parse
+    from megads.cli.convert_arguments import parse
 
     assert parse(["a", "b", *words]).reading.optimizer is wanted
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from megads.cli import preprocess_tools as tools
+from megads.cli import inspect_tokens, merge_tokens, train_tokenizer, verify_tokens
 from megads.data import inspection
 from megads.data.indexed import IndexedTokens
 from megads.data.inspection import TokenFacts, token_facts, verify
@@ -70,9 +70,9 @@ def test_facts_in_pieces(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_nothing_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(tmp_path / "x", [])
-    assert tools.inspect([str(tmp_path / "x")]) == 0
+    assert inspect_tokens.main([str(tmp_path / "x")]) == 0
     assert "length     0 to 0 tokens" in capsys.readouterr().out
-    assert tools.verify([str(tmp_path / "x"), "--tokenizer", "byte"]) == 0
+    assert verify_tokens.main([str(tmp_path / "x"), "--tokenizer", "byte"]) == 0
     assert "0 documents, 0 tokens, no ids: nothing is wrong" in capsys.readouterr().out
 
 
@@ -108,13 +108,13 @@ def test_all_problems_at_once_and_exit_status(
 ) -> None:
     build(tmp_path / "x", [[[300 + i]] for i in range(20)])
     prefix = str(tmp_path / "x")
-    assert tools.verify([prefix]) == 0
-    assert tools.verify([prefix, "--vocab-size", "320"]) == 0
+    assert verify_tokens.main([prefix]) == 0
+    assert verify_tokens.main([prefix, "--vocab-size", "320"]) == 0
     assert "20 documents, 20 tokens, ids up to 319: nothing is wrong" in capsys.readouterr().out
     poke(tmp_path / "x.idx", 34 + 4 * 7, b"\x03")
     poke(tmp_path / "x.idx", -8 * 10, b"\x01")
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes() + b"\0")
-    assert tools.verify([prefix, "--tokenizer", "byte"]) == 1
+    assert verify_tokens.main([prefix, "--tokenizer", "byte"]) == 1
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert captured.out == ""
@@ -126,7 +126,7 @@ def test_all_problems_at_once_and_exit_status(
     assert ids[-1].endswith("and 15 more")
     assert len(ids) == 6
     assert len(lines) == 9
-    assert tools.verify([str(tmp_path / "missing")]) == 1
+    assert verify_tokens.main([str(tmp_path / "missing")]) == 1
     assert capsys.readouterr().err.count("no such file") == 2
 
 
@@ -147,7 +147,10 @@ def test_verifying_finds_what_opening_passes_over(tmp_path: Path) -> None:
 def test_inspect_prints_facts_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["first", "", "third: 中", "x" * 100]
     build(tmp_path / "x", [[[*text.encode(), 256]] for text in texts])
-    assert tools.inspect([f"{tmp_path / 'x'}.bin", "--tokenizer", "byte", "--documents", "9"]) == 0
+    assert (
+        inspect_tokens.main([f"{tmp_path / 'x'}.bin", "--tokenizer", "byte", "--documents", "9"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:5] == [
         "documents  4 (4 sequences, 0 empty)",
@@ -161,26 +164,26 @@ def test_inspect_prints_facts_and_text(tmp_path: Path, capsys: pytest.CaptureFix
         "document 2, 11 tokens: 'third: 中'",
     ]
     assert lines[8] == f"document 3, 101 tokens: '{'x' * 64}' ..."
-    assert tools.inspect([str(tmp_path / "x"), "--documents", "1"]) == 0
+    assert inspect_tokens.main([str(tmp_path / "x"), "--documents", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[5:] == [
         "document 0, 6 tokens: 102 105 114 115 116 256"
     ]
     build(tmp_path / "y", [[[300]]])
-    assert tools.inspect([str(tmp_path / "y"), "--tokenizer", "byte"]) == 2
+    assert inspect_tokens.main([str(tmp_path / "y"), "--tokenizer", "byte"]) == 2
     assert "holds id 300, but tokenizer byte has 257 ids" in capsys.readouterr().err
-    assert tools.inspect([str(tmp_path / "missing")]) == 2
+    assert inspect_tokens.main([str(tmp_path / "missing")]) == 2
 
 
 def test_merge_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(tmp_path / "a", [[[1, 2]]])
     build(tmp_path / "b", [[[70000]]], code=4)
     a, b, c = (str(tmp_path / name) for name in "abc")
-    assert tools.merge(["--input", a, b, "--output", c]) == 0
+    assert merge_tokens.main(["--input", a, b, "--output", c]) == 0
     out = capsys.readouterr().out
     assert "tokens     3, stored as int32" in out
     assert f"widened    {a} to int32" in out
     assert sequences(tmp_path / "c") == [[1, 2], [70000]]
-    assert tools.merge(["--input", a, b, "--output", b]) == 2
+    assert merge_tokens.main(["--input", a, b, "--output", b]) == 2
     assert "is an input and the output" in capsys.readouterr().err
 
 
@@ -196,7 +199,7 @@ def test_a_trained_tokenizer_keeps_every_text(model_type: str, tmp_path: Path) -
     for model in models:
         inputs = ["--input", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
         options = ["--vocab-size", "300", "--model-type", model_type, "--json-key", "body"]
-        assert tools.train_tokenizer([*inputs, "--output", str(model), *options]) == 0
+        assert train_tokenizer.main([*inputs, "--output", str(model), *options]) == 0
     assert models[0].read_bytes() == models[1].read_bytes()
     assert not list(tmp_path.glob("*tmp*"))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(models[0]))
@@ -215,7 +218,7 @@ def test_without_byte_fallback_unseen_characters_are_unknown(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text(TEXT)
     model = tmp_path / "m.model"
     options = ["--vocab-size", "60", "--no-byte-fallback", "--output", str(model)]
-    assert tools.train_tokenizer(["--input", str(tmp_path / "a.txt"), *options]) == 0
+    assert train_tokenizer.main(["--input", str(tmp_path / "a.txt"), *options]) == 0
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     assert processor.unk_id() in processor.encode("中")
     assert processor.get_piece_size() == 60
@@ -244,6 +247,6 @@ def test_a_tokenizer_that_cannot_be_trained(
         raw = text if isinstance(text, bytes) else text.encode()
         (tmp_path / "a.txt").write_bytes(raw)
     arguments = ["--input", str(tmp_path / "a.txt"), "--vocab-size", size]
-    assert tools.train_tokenizer([*arguments, "--output", str(tmp_path / name)]) in (1, 2)
+    assert train_tokenizer.main([*arguments, "--output", str(tmp_path / name)]) in (1, 2)
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / name).exists()
