@@ -77,7 +77,7 @@ LAYERS = {
     "checkpoint": BASE | {"parallel"},
     "data": BASE | {"parallel"},
     "convert": BASE | {"parallel", "checkpoint"},
-    "report": BASE,
+    "report": BASE | {"checkpoint", "launch"},
 }
 """What a package may import beside itself; `train` takes all but `cli`, and `cli` everything."""
 LAUNCH_FOR_TRAIN = {"launch.env", "launch.signals"}

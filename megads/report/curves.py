@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megads.report.figures import Figure, run_color, run_dash, text
+from megads.report.figures import FEW_POINTS, Figure, run_color, run_dash, text
 from megads.report.runs import Line, Run, finite, number
 from megads.report.thinning import thin
 
@@ -16,8 +16,6 @@ MAX_POINTS = 2000
 """Of one curve; about two for each pixel of a wide screen."""
 MAX_MARKS = 200
 """Of the steps of one curve whose value is not finite."""
-FEW_POINTS = 60
-"""Up to so many points each has a dot."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,11 @@ CHARTS = (
         logarithmic=True,
     ),
     Chart("Gradient norm", ("grad_norm",), "before clipping", logarithmic=True),
-    Chart("Learning rate", ("lr",), ""),
+    Chart("Learning rate", ("lr",), "", layout=(("exponentformat", "power"),)),
     Chart("Throughput", ("tokens_per_second",), "tokens/s", layout=FROM_ZERO),
     Chart("Utilisation", ("mfu", "hfu"), "%", scale=100, layout=FROM_ZERO),
     Chart("Step time", ("step_time_s",), "s", layout=FROM_ZERO),
+    Chart("Waiting for data and saves", ("data_wait_s", "save_s"), "s", layout=FROM_ZERO),
     Chart("Peak memory", ("peak_memory_bytes",), "GiB", scale=2**-30, layout=FROM_ZERO),
 )  # fmt: skip
 

@@ -9,7 +9,20 @@ from typing import Any, Literal
 
 COLORS = ("#3b82f6", "#f97316", "#0f9d6e", "#a855f7", "#ef4444", "#06b6d4", "#ec4899", "#a3a30b")
 """Told apart, and readable, on white and on black."""
+MORE_COLORS = (
+    "#1e40af",
+    "#fbbf24",
+    "#7c2d12",
+    "#84cc16",
+    "#f9a8d4",
+    "#0f766e",
+    "#6b21a8",
+    "#c2b280",
+)
 DASHES = ("solid", "dash", "dot", "dashdot")
+
+FEW_POINTS = 60
+"""Up to so many points of a curve each has a dot."""
 
 Section = Literal["curves", "memory", "phases", "ranks"]
 
@@ -57,8 +70,8 @@ LEGEND_ABOVE = {
 
 
 def phase_colors(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each phase, the same for forward and backward everywhere."""
-    fixed = {"forward": COLORS[0], "backward": COLORS[2]}
-    others = [color for color in COLORS if color not in fixed.values()]
+    """A colour for each phase, the same on the whole page; the first names get the clearest."""
+    fixed = {"forward": COLORS[0], "backward": COLORS[2], "other": "#9ca3af"}
+    free = [color for color in (*COLORS, *MORE_COLORS) if color not in fixed.values()]
     rest = [name for name in dict.fromkeys(names) if name not in fixed]
-    return fixed | {name: others[index % len(others)] for index, name in enumerate(rest)}
+    return fixed | {name: free[index % len(free)] for index, name in enumerate(rest)}

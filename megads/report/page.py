@@ -14,12 +14,12 @@ from importlib.resources import files
 from typing import Any
 
 from megads.report.curves import curve_figures
-from megads.report.figures import Figure, run_color
+from megads.report.figures import Figure, phase_colors, run_color
 from megads.report.runs import Run
 from megads.report.tables import Table, changes, differences, summary
-from megads.report.timeline import read_profile
+from megads.report.timeline import read_profile, span_names
 from megads.report.timeline_figure import MAX_TIMELINES, timeline_figures
-from megads.report.usage import memory_figure, phase_figures, rank_figure
+from megads.report.usage import memory_figure, phase_figures, phase_names, rank_figure
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -30,13 +30,15 @@ def build_page(runs: Sequence[Run], plotly_js: str) -> str:
     """The whole page. `plotly_js`: the library's own script."""
     problems = [problem for run in runs for problem in run.problems]
     profiles = [(r, p) for r in runs for p in read_profile(r.path, r.config, problems)]
-    timelines = timeline_figures(profiles)
+    spans = [s for _, p in profiles for row in p.measured.rows.values() for s in row]
+    colors = phase_colors([*phase_names(runs), *span_names(spans)])
+    timelines = timeline_figures(profiles, colors)
     memory = memory_figure(runs)
     ranks = [f for run in runs if (f := rank_figure(run))]
     sections = {
         "curves": ("Curves", curve_figures(runs)),
         "memory": ("Memory", [memory] if memory else []),
-        "phases": ("Where the time goes", phase_figures(runs)),
+        "phases": ("Where the time goes", phase_figures(runs, colors)),
         "ranks": ("Ranks", ranks),
         "timelines": ("Pipeline timeline", timelines),
     }

@@ -18,7 +18,9 @@ from typing import Any
 
 import yaml
 
+from megads.checkpoint.directory import committed_steps
 from megads.errors import DataError
+from megads.launch.activity import activity_file, read_activity
 
 METRICS = "metrics.jsonl"
 Line = Mapping[str, Any]
@@ -31,7 +33,8 @@ class Run:
 
     `steps`, `evaluations`: lines in the order of their steps, the last word on each. `repeated`:
     lines of steps that were made again. `config`: values by dotted key; `earlier`: that of before
-    a step, by the step, where a later start changed it. `written`: when the last line was.
+    a step, by the step, where a later start changed it. `written`: when the last line was. `saved`:
+    step of the newest checkpoint, 0 without one. `doing`: what rank 0 said last that it does.
     """
 
     name: str
@@ -42,7 +45,15 @@ class Run:
     written: datetime
     config: Mapping[str, object] = field(default_factory=dict)
     earlier: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
+    saved: int = 0
+    doing: str = ""
     problems: Sequence[str] = ()
+
+    @property
+    def reached(self) -> int:
+        """The last step that anything is known of; not every step is logged."""
+        lines = [*self.steps[-1:], *self.evaluations[-1:]]
+        return max(self.saved, 0, *(int(line["step"]) for line in lines))
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -111,7 +122,19 @@ def _read(name: str, path: Path) -> Run:
         if (found := re.fullmatch(r"config\.before-step-(\d+)\.yaml", file.name))
     }
     written = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
-    return Run(name, path, steps, evaluations, repeated, written, config, earlier, tuple(problems))
+    return Run(
+        name,
+        path,
+        steps,
+        evaluations,
+        repeated,
+        written,
+        config=config,
+        earlier=earlier,
+        saved=max(committed_steps(path / "checkpoints"), default=0),
+        doing=read_activity(activity_file(path, 0)) or "",
+        problems=tuple(problems),
+    )
 
 
 def _read_metrics(path: Path, problems: list[str]) -> tuple[list[Line], list[Line], int]:

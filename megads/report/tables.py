@@ -26,6 +26,8 @@ def summary(runs: Sequence[Run]) -> Table:
     """A column for each run."""
     rows: dict[str, Callable[[Run], str]] = {
         "status": _status,
+        "last line": lambda run: f"{run.written:%Y-%m-%d %H:%M} UTC",
+        "last action": lambda run: run.doing or NOTHING,
         "layout": _layout,
         "tokens": lambda run: _count(_last(run.steps, "tokens")),
         "final loss": lambda run: _loss(_last(run.steps, "loss")),
@@ -78,14 +80,12 @@ def _setting(config: Mapping[str, object], key: str) -> str:
 
 
 def _status(run: Run) -> str:
-    if not run.steps:
-        return "no step yet"
-    step, wanted = run.steps[-1]["step"], run.config.get("train.steps")
+    wanted = run.config.get("train.steps")
     if not isinstance(wanted, int):
-        return f"step {step}"
-    if step >= wanted:
-        return f"finished: {step} steps"
-    return f"step {step} of {wanted}, written {run.written:%Y-%m-%d %H:%M} UTC"
+        return f"step {run.reached}"
+    return (
+        f"finished: {wanted} steps" if run.reached >= wanted else f"step {run.reached} of {wanted}"
+    )
 
 
 def _layout(run: Run) -> str:

@@ -164,7 +164,7 @@ def _span(values: Mapping[str, Any]) -> Span:
     return Span(str(values["name"]), start, end, *where)
 
 
-def phase_names(spans: Iterable[Span]) -> list[str]:
+def span_names(spans: Iterable[Span]) -> list[str]:
     """Names of phases: the passes, then the others by the time spent in them."""
     seconds: dict[str, float] = {}
     for span in spans:

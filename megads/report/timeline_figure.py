@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megads.report.figures import LEGEND_ABOVE, Figure, phase_colors, text
+from megads.report.figures import LEGEND_ABOVE, Figure, text
 from megads.report.runs import Run
-from megads.report.timeline import PASSES, ProfiledStep, Span, Timeline, phase_names
+from megads.report.timeline import PASSES, ProfiledStep, Span, Timeline, span_names
 
 MAX_SPANS = 20_000
 """Drawn of one timeline: the first ones."""
@@ -17,16 +17,12 @@ MAX_TIMELINES = 24
 """On one page."""
 
 
-def timeline_figures(profiles: Sequence[tuple[Run, ProfiledStep]]) -> list[Figure]:
+def timeline_figures(
+    profiles: Sequence[tuple[Run, ProfiledStep]], colors: Mapping[str, str]
+) -> list[Figure]:
     """A figure for each profiled step and position, the first positions of every step first."""
     order = sorted(profiles, key=lambda item: (item[1].dp, item[1].tp))
-    shown = order[:MAX_TIMELINES]
-    colors = phase_colors(
-        name
-        for _, p in shown
-        for name in phase_names(s for r in p.measured.rows.values() for s in r)
-    )
-    return [_figure(run, profile, colors) for run, profile in shown]
+    return [_figure(run, profile, colors) for run, profile in order[:MAX_TIMELINES]]
 
 
 def _figure(run: Run, profile: ProfiledStep, colors: Mapping[str, str]) -> Figure:
@@ -70,7 +66,7 @@ def _bars(timeline: Timeline, colors: Mapping[str, str], axis: str) -> list[dict
     return [
         _trace(name, found, colors[name], axis)
         | (_labels(span for _, span in found) if labelled and name in PASSES else {})
-        for name in phase_names(span for _, span in placed)
+        for name in span_names(span for _, span in placed)
         if (found := [item for item in placed if item[1].name == name])
     ]
 

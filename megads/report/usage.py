@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from megads.parallel.layout import ParallelLayout
-from megads.report.figures import COLORS, LEGEND_ABOVE, Figure, phase_colors, text
+from megads.report.figures import COLORS, FEW_POINTS, LEGEND_ABOVE, Figure, text
 from megads.report.runs import Line, Run, finite
 from megads.report.thinning import thin
 
@@ -61,13 +61,21 @@ def memory_figure(runs: Sequence[Run]) -> Figure | None:
     return Figure("Memory by kind", traces, shape, caption)
 
 
-def phase_figures(runs: Sequence[Run]) -> list[Figure]:
+def phase_names(runs: Sequence[Run]) -> list[str]:
+    """Phases of all runs, those that take longest in a median step first."""
+    medians: dict[str, float] = {}
+    for found in map(_phases, runs):
+        for name in {name for _, phases in found for name in phases}:
+            seconds = median(phases.get(name, 0.0) for _, phases in found)
+            medians[name] = max(seconds, medians.get(name, 0.0))
+    return sorted(medians, key=lambda name: (-medians[name], name))
+
+
+def phase_figures(runs: Sequence[Run], colors: Mapping[str, str]) -> list[Figure]:
     """The median step of every run by phase, then each run's phases over its steps."""
     timed = [(run, found) for run in runs if (found := _phases(run))]
     if not timed:
         return []
-    names = dict.fromkeys(name for _, found in timed for _, phases in found for name in phases)
-    colors = phase_colors(names)
     bars = [
         _bar(
             text(name),
@@ -77,7 +85,7 @@ def phase_figures(runs: Sequence[Run]) -> list[Figure]:
             },
             colors[name],
         )
-        for name in names
+        for name in phase_names(runs)
     ]
     caption = "Of the rank that writes metrics.jsonl; time inside another phase counts once."
     shape = _stacked("s", [run.name for run, _ in timed])
@@ -176,15 +184,15 @@ def _over_steps(
     traces = [
         {
             "type": "scatter",
-            "mode": "lines",
+            "mode": "lines+markers" if len(shown) <= FEW_POINTS else "lines",
             "name": text(name),
             "stackgroup": "phases",
-            "line": {"width": 0.5, "color": color},
+            "line": {"width": 0.5, "color": colors[name]},
+            "marker": {"size": 4},
             "x": [step for step, _ in shown],
             "y": [phases.get(name, 0.0) for _, phases in shown],
         }
-        for name, color in colors.items()
-        if any(name in phases for _, phases in shown)
+        for name in phase_names([run])
     ]
     shape = {
         **LEGEND_ABOVE,

@@ -45,6 +45,7 @@ def step_line(step: int, rng: random.Random, **values: Any) -> dict[str, Any]:
         "step_time_s": seconds,
         "phases_s": phases,
         "data_wait_s": 0.001,
+        "save_s": 0.0,
         "tokens_per_second": 4096 / seconds,
         "tflops_per_device": 0.01,
         "mfu": 0.4 + rng.random() / 100,

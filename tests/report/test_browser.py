@@ -51,8 +51,8 @@ def test_everything_is_drawn_and_every_switch_works(
     assert told["failure"] == "" and told["invalid"] == []
     charts = told["charts"]
     curves = [chart for chart in charts if chart["section"] == "curves"]
-    # A curve per run, two for utilisation; validation is of one run and two sources.
-    assert [chart["lines"] for chart in curves] == [2, 3, 2, 2, 2, 4, 2, 2]
+    # A curve per run, two for utilisation and waiting; validation is of one run and two sources.
+    assert [chart["lines"] for chart in curves] == [2, 3, 2, 2, 2, 4, 2, 4, 2]
     assert curves[0]["marks"] == 50 + (STEPS - 1) + 1  # and a cross for the NaN
     others = [(c["section"], c["bars"], c["areas"], c["images"]) for c in charts if c not in curves]
     # Four kinds of memory and three phases of two runs; every span, and simulated passes.

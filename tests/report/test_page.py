@@ -117,7 +117,7 @@ def test_every_chart_has_its_place_and_its_figure(page: str) -> None:
         for section, found in figures.items()
         for index in (range(len(found)) if section != "timelines" else [0])
     )
-    assert [len(found) for found in figures.values()] == [8, 1, 3, 1, 2]
+    assert [len(found) for found in figures.values()] == [9, 1, 3, 1, 2]
     assert LIBRARY in page
 
 
@@ -134,4 +134,4 @@ def test_the_library_knows_every_property(page: str) -> None:
 def test_a_page_of_a_run_that_has_not_made_a_step(tmp_path: Path) -> None:
     page = build_page(read_runs([write_run(tmp_path / "new", [])]), LIBRARY)
     assert all(found == [] for found in figures_of(page).values())
-    assert "no step yet" in Parts(page).text["td", None]
+    assert "step 0 of 200" in Parts(page).text["td", None]

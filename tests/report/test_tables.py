@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from megads.launch.activity import Activity, activity_file
 from megads.report.runs import Run, flatten, read_runs
 from megads.report.tables import changes, differences, summary
 from tests.report.made_up import config, evaluation_line, step_line, write_run
@@ -54,12 +55,31 @@ def test_runs_that_are_not_finished_or_went_wrong(tmp_path: Path) -> None:
         write_run(tmp_path / "old", [{"step": 4, "loss": 1.0}], {"x": 1}),
     ]
     first, empty, old = cells(read_runs(runs))
-    assert first["status"].startswith("step 3 of 200, written 20")
+    assert first["status"] == "step 3 of 200" and first["last action"] == "–"
     assert first["final loss"] == "inf" and first["best loss"] == "3.0000 at step 1"
     assert first["not finite"] == "2, first at step 2"
     assert first["best validation loss"] == "2.5000 at step 3"
-    assert empty["status"] == "no step yet" and empty["final loss"] == empty["tokens"] == "–"
+    assert empty["status"] == "step 0 of 200" and empty["final loss"] == empty["tokens"] == "–"
     assert old["status"] == "step 4" and old["layout"] == old["peak memory"] == "–"
+
+
+def test_a_run_may_have_got_further_than_its_last_line_of_a_step(tmp_path: Path) -> None:
+    """Not every step is logged: an evaluation, a checkpoint and the ranks' files know more."""
+    lines = [step_line(190, random.Random(0))]
+    folder = write_run(tmp_path / "mine", lines)
+    assert cells(read_runs([folder]))[0]["status"] == "step 190 of 200"
+    write_run(folder, [*lines, evaluation_line(195, 1.0)])
+    assert cells(read_runs([folder]))[0]["status"] == "step 195 of 200"
+    (folder / "checkpoints/step-200").mkdir(parents=True)
+    assert cells(read_runs([folder]))[0]["status"] == "step 195 of 200"
+    (folder / "checkpoints/step-200/COMMIT").touch()
+    activity = Activity(activity_file(folder, 0), 0)
+    activity.step = 200
+    activity.doing("finished")
+    (found,) = cells(read_runs([folder]))
+    assert found["status"] == "finished: 200 steps"
+    assert "rank 0 (process " in found["last action"]
+    assert ": step 200, finished, since 20" in found["last action"]
 
 
 def test_only_what_differs_is_listed(tmp_path: Path) -> None:

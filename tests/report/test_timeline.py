@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megads.report.runs import flatten, read_runs
+from megads.report.figures import Figure, phase_colors
+from megads.report.runs import Run, flatten, read_runs
 from megads.report.timeline import ProfiledStep, read_profile
 from megads.report.timeline_figure import MAX_TIMELINES, timeline_figures
 from tests.report.made_up import config, write_profile, write_run
@@ -18,6 +19,10 @@ from tests.report.made_up import config, write_profile, write_run
 def profile(folder: Path, **changes: Any) -> tuple[list[ProfiledStep], list[str]]:
     problems: list[str] = []
     return read_profile(folder, flatten(config(**changes)), problems), problems
+
+
+def figures(profiles: list[tuple[Run, ProfiledStep]]) -> list[Figure]:
+    return timeline_figures(profiles, phase_colors(["data", "receive", "optimizer"]))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], None], rank: int = 1) -> None:
@@ -127,7 +132,7 @@ def test_what_cannot_be_simulated_is_still_drawn(
     (found,), _ = profile(tmp_path, **changes)
     assert found.simulated is None and reason in found.reason
     run = read_runs([write_run(tmp_path, steps=1)])[0]
-    (figure,) = timeline_figures([(run, found)])
+    (figure,) = figures([(run, found)])
     assert "yaxis2" not in figure.layout and f"Not simulated: {found.reason}" in figure.caption
 
 
@@ -145,7 +150,7 @@ def test_a_figure_draws_every_span_where_it_was(tmp_path: Path) -> None:
     write_profile(tmp_path, chunks=2, microbatches=2)
     run = read_runs([write_run(tmp_path, steps=1, values=config(parallel__chunks=2))])[0]
     (found,) = read_profile(tmp_path, run.config, [])
-    (figure,) = timeline_figures([(run, found)])
+    (figure,) = figures([(run, found)])
     drawn = {
         (trace["yaxis"], trace["name"], stage, base, width)
         for trace in figure.traces
@@ -170,6 +175,6 @@ def test_the_page_holds_so_many_timelines_and_all_first_positions(tmp_path: Path
     for step in range(1, 5):
         write_profile(tmp_path, step, tp=8, microbatches=1)
     profiles = [(run, p) for p in read_profile(tmp_path, run.config, [])]
-    titles = [f.title for f in timeline_figures(profiles)]
+    titles = [f.title for f in figures(profiles)]
     assert len(profiles) == 32 and len(titles) == MAX_TIMELINES
     assert titles[:4] == [f"{run.name}, step {step}, dp 0, tp 0" for step in range(1, 5)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
+from megads.report.figures import Figure, phase_colors
 from megads.report.runs import Run, read_runs
 from megads.report.usage import (
     MAX_AREA_POINTS,
@@ -16,6 +18,7 @@ from megads.report.usage import (
     MAX_ROWS,
     memory_figure,
     phase_figures,
+    phase_names,
     rank_figure,
 )
 from tests.report.made_up import config, step_line, write_run
@@ -23,6 +26,10 @@ from tests.report.made_up import config, step_line, write_run
 
 def run_of(folder: Path, lines: list[dict[str, Any]], **changes: Any) -> Run:
     return read_runs([write_run(folder, lines, config(**changes))])[0]
+
+
+def phases(runs: Sequence[Run]) -> list[Figure]:
+    return phase_figures(runs, phase_colors(phase_names(runs)))
 
 
 def test_memory_is_the_most_of_each_kind(tmp_path: Path) -> None:
@@ -62,7 +69,7 @@ def test_phases_are_stacked_and_their_medians_compared(tmp_path: Path) -> None:
     b = [step_line(1, rng, phases_s={"forward": 0.5, "broken": float("nan")})]
     old = [{"step": 1, "loss": 1.0}]
     runs = [run_of(tmp_path / name, lines) for name, lines in (("a", a), ("b", b), ("old", old))]
-    medians, over_a, _ = phase_figures(runs)
+    medians, over_a, _ = phases(runs)
     assert {t["name"]: t["x"] for t in medians.traces} == {
         "forward": [3.0, 0.5],
         "save": [0.0, 0.0],
@@ -76,13 +83,13 @@ def test_phases_are_stacked_and_their_medians_compared(tmp_path: Path) -> None:
         "data": [0.0, 0.0, 2.0],
     }
     assert len({t["stackgroup"] for t in over_a.traces}) == 1
-    assert phase_figures(runs[2:]) == []
+    assert phases(runs[2:]) == []
 
 
 def test_a_slow_step_stays_in_a_thinned_area(tmp_path: Path) -> None:
     lines = [{"step": s, "loss": 1.0, "phases_s": {"forward": 1.0}} for s in range(1, 3001)]
     lines[1777]["phases_s"] = {"forward": 1.0, "save": 50.0}
-    _, area = phase_figures([run_of(tmp_path / "a", lines)])
+    _, area = phases([run_of(tmp_path / "a", lines)])
     save = next(t for t in area.traces if t["name"] == "save")
     assert len(save["x"]) <= MAX_AREA_POINTS
     assert save["y"][save["x"].index(1778)] == 50.0
