@@ -5,8 +5,9 @@
 Whole runs of megads-train on the demo model, one of each kind in every round, in turn, so that a
 slow minute of the machine is everybody's. Seconds per step are those between two lines of
 metrics.jsonl, seen from outside: from the first line to the last one, which includes that a logger
-starts, and from a third of the steps on. Each run is compared with that without loggers in its
-round, and the median of these ratios counts.
+starts, and from a third of the steps on. The CPU seconds of all of the job's processes beside them
+are what a busy machine disturbs least. Each run is compared with that without loggers in its round,
+and the median of these ratios counts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import proc
 
@@ -38,6 +40,14 @@ KINDS: dict[str, list[str]] = {
 """With `auto` the run is offline after three seconds; with `online` wandb goes on trying."""
 
 
+class Moment(NamedTuple):
+    """When a run had so many lines, and the CPU seconds its processes had used."""
+
+    lines: int
+    at: float
+    cpu: float
+
+
 def seconds_per_step(words: Sequence[str], steps: int, server: str) -> dict[str, float]:
     """One run, with its loggers' start and after it; raises if it does not end well."""
     with tempfile.TemporaryDirectory() as folder:
@@ -45,23 +55,28 @@ def seconds_per_step(words: Sequence[str], steps: int, server: str) -> dict[str,
         command = [sys.executable, "-m", "megads.cli.train", *DEMO, f"run.dir={folder}/run"]
         command += [f"train.steps={steps}", "logging.every=1", *words]
         environment = os.environ | {"WANDB_BASE_URL": server, "WANDB_API_KEY": "0" * 40}
-        seen: list[tuple[float, int]] = []
+        seen: list[Moment] = []
         with Path(folder, "log").open("w") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             try:
                 while process.poll() is None:
                     count = lines.read_bytes().count(b"\n") if lines.exists() else 0
-                    if count and (not seen or count > seen[-1][1]):
-                        seen.append((time.perf_counter(), count))
+                    if len(seen) < 3 and count >= (1, steps / 3, steps)[len(seen)]:
+                        cpu = proc.cpu_seconds(proc.family(process.pid))
+                        seen.append(Moment(count, time.perf_counter(), cpu))
                     time.sleep(POLL_S)
             finally:
                 for pid in proc.family(process.pid) if process.poll() is None else ():
                     proc.kill(pid)
-        if process.returncode or not seen or seen[-1][1] != steps:
+        if process.returncode or len(seen) < 3:
             raise RuntimeError(Path(folder, "log").read_text()[-2000:])
-    (first, before), (last, after) = seen[0], seen[-1]
-    later, then = next((at, count) for at, count in seen if count >= steps / 3)
-    return {"all": (last - first) / (after - before), "later": (last - later) / (after - then)}
+    first, third, last = seen
+    return {
+        "all": (last.at - first.at) / (last.lines - first.lines),
+        "later": (last.at - third.at) / (last.lines - third.lines),
+        "cpu": (last.cpu - first.cpu) / (last.lines - first.lines),
+        "cpu later": (last.cpu - third.cpu) / (last.lines - third.lines),
+    }
 
 
 def measure(rounds: int, steps: int, words: Sequence[str]) -> Times:
@@ -73,7 +88,8 @@ def measure(rounds: int, steps: int, words: Sequence[str]) -> Times:
             order = [*KINDS][number % len(KINDS) :] + [*KINDS][: number % len(KINDS)]
             for kind in order:
                 times[kind].append(seconds_per_step([*KINDS[kind], *words], steps, server))
-                print(f"round {number + 1}  {kind:22} {times[kind][-1]}", flush=True)
+                shown = "  ".join(f"{name} {s:.4f}" for name, s in times[kind][-1].items())
+                print(f"round {number + 1}  {kind:22} {shown}", flush=True)
     return times
 
 
@@ -95,7 +111,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="more settings, as for megads-train")
     options = parser.parse_args()
     times = measure(options.rounds, options.steps, options.words)
-    result = {window: ratios(times, window) for window in ("all", "later")}
+    result = {window: ratios(times, window) for window in ("all", "later", "cpu", "cpu later")}
     for kind in KINDS:
         seconds = statistics.median(s["later"] for s in times[kind])
         shares = "  ".join(f"{window} {ratio[kind]:.4f}" for window, ratio in result.items())
