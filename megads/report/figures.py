@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 COLORS = ("#3b82f6", "#f97316", "#0f9d6e", "#a855f7", "#ef4444", "#06b6d4", "#ec4899", "#a3a30b")
 """Told apart, and readable, on white and on black."""
@@ -23,8 +23,6 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 FEW_POINTS = 60
 """Up to so many points of a curve each has a dot."""
-
-Section = Literal["curves", "memory", "phases", "ranks"]
 
 
 @dataclass(frozen=True)
