@@ -53,7 +53,12 @@ COMMON = [
     "checkpoint.every=4",
     "checkpoint.save_last=true",
 ]
-SPIKE = ["train.spike=rewind", "train.spike_window=2", "train.spike_loss=1.2"]
+SPIKE = [
+    "train.spike=rewind",
+    "train.spike_window=2",
+    "train.spike_loss=1.2",
+    "train.spike_norm=null",
+]
 NAN = ["train.nonfinite=rewind"]
 
 
@@ -272,10 +277,11 @@ def test_rewinds_are_bounded(tmp_path: Path, poisoned: Poisoned, workers: Worker
 
 
 def test_a_spike_is_skipped(tmp_path: Path, poisoned: Poisoned, workers: Workers) -> None:
-    """Its samples are consumed, and the loss scale is none of its business."""
+    """Also right after a resume. Its samples are consumed; the loss scale has no part in it."""
     words = [*COMMON, *SPIKE, "train.spike=skip", "precision=fp16"]
-    config = tiny_config(tmp_path, poisoned.data, "gpt", *words)
-    lines = run_training(workers, config)
+    for steps in (9, 14):
+        config = tiny_config(tmp_path, poisoned.data, "gpt", *words, f"train.steps={steps}")
+        lines = run_training(workers, config)
     assert [line["skipped"] for line in lines] == [0] * 9 + [1] * 5
     assert len({line["loss_scale"] for line in lines}) == 1
     state = json.loads((tmp_path / "checkpoints/step-14/manifest.json").read_text())["state"]
