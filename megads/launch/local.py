@@ -20,7 +20,7 @@ from megads.config.schema import Config
 from megads.errors import FINISHED_STATUS, STOPPED_STATUS, WorkerFailure
 from megads.launch.activity import activity_file, is_since, read_activity
 from megads.launch.env import this_machine, with_variables, worker_environment
-from megads.launch.supervisor import POLL_S, Signals, WorkerEnd, read_ends, request
+from megads.launch.supervisor import POLL_S, Signals, WorkerEnd, blocked, read_ends, request
 from megads.launch.watchdog import GRACE_S, LEAVING_SHARE
 from megads.launch.world import usable_gpus
 
@@ -104,13 +104,15 @@ class _Job:
         self.started = time.time()
         with tempfile.TemporaryDirectory(prefix="megads-") as place:
             command = [sys.executable, *_python_options(), "-m", "megads.launch.supervisor"]
-            # A session of its own: Ctrl-C in a terminal reaches the workers only through us.
-            process = subprocess.Popen(
-                [*command, place, *self.command],
-                stdin=subprocess.DEVNULL,
-                env=with_variables(self.variables),
-                start_new_session=True,
-            )
+            # The supervisor inherits what is blocked: signals wait until it has handlers for them.
+            with blocked():
+                # A session of its own: Ctrl-C in a terminal reaches the workers only through us.
+                process = subprocess.Popen(
+                    [*command, place, *self.command],
+                    stdin=subprocess.DEVNULL,
+                    env=with_variables(self.variables),
+                    start_new_session=True,
+                )
             while process.poll() is None:
                 for number in signals.take():
                     self._pass_on(number, process)

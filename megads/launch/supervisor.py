@@ -192,6 +192,16 @@ class Signals:
         self.pending.append(signal.Signals(number))
 
 
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Signals that are handled wait meanwhile, also for processes that are started in it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+
+
 def supervise(
     entry: Entry, arguments: Sequence[str], nproc: int, workers: Workers, signals: Signals
 ) -> list[WorkerEnd]:
@@ -201,9 +211,8 @@ def supervise(
     killed. `signals`, already installed, are passed on: a worker finishes its step and saves.
     """
     # A signal must find either the workers listed here or, in a worker, its own handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    workers.fork(entry, arguments, nproc)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+    with blocked():
+        workers.fork(entry, arguments, nproc)
     end_with(launcher_pid())
     while workers.running:
         for number in signals.take():
@@ -234,6 +243,7 @@ def main() -> None:
     place, nproc, grace_s, target, preloaded, *arguments = sys.argv[1:]
     directory = Path(place)
     with Signals().installed() as signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the launcher had them blocked
         module, function = target.split(":")
         with suppress(Exception):  # a worker that lacks a module says so better
             importlib.import_module(preloaded)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -193,25 +195,51 @@ def test_interrupted_before_there_are_workers(tmp_path: Path) -> None:
     assert not (tmp_path / "run/checkpoints").exists()
 
 
-def test_stopped_by_a_signal_resumed_and_finished(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, *TINY, "parallel=dp2", "train.steps=100000"],
-        cwd=tmp_path,
-        env=_environment(tmp_path),
+def _start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *TINY, *arguments],
+        cwd=directory,
+        env=_environment(directory),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    metrics = tmp_path / "run/metrics.jsonl"
+
+
+def _until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+    while not condition():
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+
+
+def test_stopped_by_signals_resumed_and_finished(tmp_path: Path) -> None:
+    """One worker is told to stop; then the launcher, before it has workers; then time is up."""
+    endless = ["parallel=dp2", "train.steps=100000"]
+    metrics, ranks = tmp_path / "run/metrics.jsonl", tmp_path / "run/ranks"
+    process = _start(tmp_path, *endless)
+    _until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    second = re.search(r"\(process (\d+) on", (ranks / "rank-1.txt").read_text())
+    assert second is not None
+    os.kill(int(second[1]), signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     stopped = _steps(tmp_path)[-1]
     assert (tmp_path / f"run/checkpoints/step-{stopped}").is_dir()
+
+    process = _start(tmp_path, *endless)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    _until(process, lambda: children.read_text() != "")
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    assert _steps(tmp_path) == list(range(1, stopped + 2))
+
+    done = _run(tmp_path, *TINY, *endless, "launch.stop_after=1s")
+    assert (done.returncode, done.stderr) == (3, ""), done.stderr
+    stopped += 2
+    assert _steps(tmp_path) == list(range(1, stopped + 1))
 
     resumed = [*TINY, "parallel=pp2", f"train.steps={stopped + 2}"]
     done = _run(tmp_path, *resumed)
