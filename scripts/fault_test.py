@@ -52,17 +52,17 @@ class Driver:
     wrong: list[str] = field(default_factory=list)
 
     def run(self, kinds: list[str], count: int, *, at_once: int) -> None:
-        """`count` rounds of each kind."""
+        """`count` rounds of each kind; ways and layouts take turns."""
         data = write_tokens(self.place / "tokens")
         curves = {}
         for layout in self.layouts:
             straight = self.place / f"straight-{layout}"
             curves[layout] = uninterrupted(straight, settings(data, layout))
             shutil.rmtree(straight)
-        layouts = itertools.cycle(self.layouts)
         rounds: list[Round] = []
-        for number, kind in itertools.product(range(count), kinds):
-            layout, way = next(layouts), WAYS[number % len(WAYS)]
+        for number, (index, kind) in itertools.product(range(count), enumerate(kinds)):
+            turn = number + index
+            layout, way = self.layouts[turn % len(self.layouts)], WAYS[turn % len(WAYS)]
             rounds.append(
                 Round(
                     path=self.place / f"{len(rounds) + 1:03}-{kind.replace(' ', '-')}",
