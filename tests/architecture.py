@@ -80,7 +80,7 @@ LAYERS = {
     "report": BASE | {"checkpoint", "launch"},
 }
 """What a package may import beside itself; `train` takes all but `cli`, and `cli` everything."""
-LAUNCH_FOR_TRAIN = {"launch.env", "launch.signals"}
+LAUNCH_FOR_TRAIN = {"launch.activity", "launch.env", "launch.signals", "launch.watchdog"}
 PURE_FOR_CONFIG = {"parallel.layout"}
 """The plans are made from the configuration, which so knows nothing of them but sizes."""
 

@@ -158,7 +158,9 @@ def _due(every: int, step: int) -> bool:
 
 def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
     config, state, seconds = parts.config, parts.state, time.seconds
-    ranks = _compare_ranks(parts) if _due(config.logging.ranks_every, state.step) else {}
+    if _due(config.logging.ranks_every, state.step):
+        for note in parts.timer.compare_ranks():
+            parts.metrics.note(f"step {state.step}: {note}")
     if not _due(config.logging.every, state.step) and result.applied:
         return
     values: dict[str, Any] = {
@@ -170,24 +172,14 @@ def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
         "samples": state.samples,
         "step_time_s": seconds,
         "data_wait_s": result.data_wait_s,
-        "save_s": parts.timer.saving_s,
         "phases_s": time.durations.by_phase,
         **speed_report(parts, result.batch, seconds),
         "loss_scale": result.loss_scale,
         "skipped": parts.scaler.skipped,
-        **ranks,
+        **parts.timer.taken(),
         **memory_report(parts),
     }
     parts.metrics.step(values, config.train.steps)
-    parts.timer.saving_s = 0.0
-
-
-def _compare_ranks(parts: RunParts) -> dict[str, Any]:
-    """The ranks' own times, for the metrics; those that are slow are named."""
-    times, notes = parts.timer.compare_ranks()
-    for note in notes:
-        parts.metrics.note(f"step {parts.state.step}: {note}")
-    return {"rank_times_s": times}
 
 
 def _write_config(parts: RunParts) -> None:

@@ -43,8 +43,8 @@ class StepTimer:
         self._folder = run_dir / "profile"
         self._hosts: list[str] | None = None
         self._own_s: list[float] = []
-        self.saving_s = 0.0
-        """Seconds that training has waited for saves since this was last set to 0."""
+        self._saving_s = 0.0
+        self._rank_times_s: list[float] = []
 
     def start(self) -> None:
         """Training begins: from now on a phase that does not end is a hang."""
@@ -82,10 +82,19 @@ class StepTimer:
         started = time.perf_counter()
         with self._mesh.phases.waiting("save"):
             yield
-        self.saving_s += time.perf_counter() - started
+        self._saving_s += time.perf_counter() - started
 
-    def compare_ranks(self) -> tuple[list[float], list[str]]:
-        """Each rank's own work in a step since the last comparison, in seconds, and the slow ranks.
+    def taken(self) -> dict[str, float | list[float]]:
+        """For the metrics, what there is since the last call: seconds that training has waited for
+        saves, and each rank's own time if the ranks were compared."""
+        values: dict[str, float | list[float]] = {"save_s": self._saving_s}
+        if self._rank_times_s:
+            values["rank_times_s"] = self._rank_times_s
+        self._saving_s, self._rank_times_s = 0.0, []
+        return values
+
+    def compare_ranks(self) -> list[str]:
+        """Compare the ranks' own work in a step since the last comparison; a note on each slow one.
 
         Own work is what a rank does not spend waiting for others: it tells those that make the
         others wait. Collective.
@@ -98,13 +107,13 @@ class StepTimer:
             self._hosts = collectives.all_gather_object(socket.gethostname(), world)
         coords = [self._mesh.layout.coords(rank) for rank in range(world.size)]
         found = slow_ranks(gathered, [c.pp for c in coords], self._config.slow_factor)
-        notes = [
+        self._rank_times_s = gathered
+        return [
             f"rank {rank} (pp {coords[rank].pp}, dp {coords[rank].dp}, tp {coords[rank].tp}, on "
             f"{self._hosts[rank]}) is slow: {gathered[rank]:.3g} s of own work in a step, its "
             f"peers {median:.3g} s"
             for rank, median in found
         ]
-        return gathered, notes
 
     @contextlib.contextmanager
     def _profiled(self, number: int) -> Iterator[None]:
