@@ -35,6 +35,8 @@ BODIES = {
     "keeps the lock": "activity.doing('data', is_own=True); ctypes.PyDLL(None).sleep(60)",
     "works": "[(activity.doing('data', is_own=True), time.sleep(0.2)) for _ in range(6)]",
     "waits": "activity.doing('waiting in all_reduce tp'); time.sleep(1.5)",
+    "raises": "raise ValueError('odd')",
+    "crashes": "ctypes.string_at(0)",
     # A C call that no signal ends: no handler written in Python can run in the main thread.
     "is told": "print('ready', flush=True); hashlib.pbkdf2_hmac('md5', b'', b'', 6_000_000)",
 }
@@ -66,6 +68,20 @@ def test_one_that_keeps_the_interpreter_for_itself_too(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and output == ""
     assert "Timeout" in path.read_text() and "in <module>" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "words"),
+    [("raises", 1, "ValueError: odd"), ("crashes", -signal.SIGSEGV, "Fatal Python error: Segm")],
+)
+def test_an_error_or_a_crash_is_in_the_file_too(
+    tmp_path: Path, what: str, status: int, words: str
+) -> None:
+    path = tmp_path / "rank"
+    process = start(what, path)
+    process.communicate(timeout=60)
+    assert process.returncode == status
+    assert words in path.read_text() and "in <module>" in path.read_text()
 
 
 @pytest.mark.parametrize("what", ["works", "waits"])
