@@ -44,7 +44,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
             counts.append(count_tensors())
     finally:
         parts.loader.close()
-        parts.metrics.close()
+        parts.metrics.close(0)
     parts.close()
     return counts
 
@@ -72,7 +72,7 @@ def in_flight(rank: int, world: int, config: Config) -> int:
     parts = build(config, training.pool_info(rank, world))
     step.train_step(parts)
     parts.loader.close()
-    parts.metrics.close()
+    parts.metrics.close(0)
     parts.close()
     return parts.executor.peak_in_flight
 
@@ -144,7 +144,7 @@ def resident_bytes(rank: int, world: int, config: Config, leak: int) -> list[int
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         after.append(pages * os.sysconf("SC_PAGE_SIZE"))
     parts.loader.close()
-    parts.metrics.close()
+    parts.metrics.close(0)
     parts.close()
     return after
 
