@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from megads.parallel.mesh import Mesh
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["megads.train.loop", "tests.distributed"])
-"""Workers are forked from one process that has imported what takes seconds each time."""
+FORKS.set_forkserver_preload(["megads.train.loop", "torch._dynamo", "tests.distributed"])
+"""Workers are forked from one process that has imported what takes seconds each time; recomputing
+activations imports torch._dynamo."""
 START_TIMEOUT_S = 120.0
 KEPT_MESHES = 2
 GRACE_S = 3.0
@@ -82,7 +83,11 @@ class WorkerPool:
     """`world_size` processes that share a gloo process group; made by the `workers` fixture."""
 
     def __init__(self, world_size: int) -> None:
+        from torch.distributed import TCPStore
+
         self.world_size = world_size
+        # Ranks that wait for one another look into a store that is a file every 10 ms only.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._dir = Path(tempfile.mkdtemp(prefix="megads-test-pool-"))
         self._links: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
@@ -115,7 +120,9 @@ class WorkerPool:
     def _start(self, rank: int) -> None:
         ours, theirs = FORKS.Pipe()
         process = FORKS.Process(
-            target=_worker, args=(theirs, rank, self.world_size, self._dir), daemon=True
+            target=_worker,
+            args=(theirs, rank, self.world_size, self._dir, self._store.port),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -216,7 +223,7 @@ def _resolve(module: str, qualname: str) -> Callable[..., Any]:
     return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[return-value]
 
 
-def _worker(link: Connection, rank: int, world_size: int, directory: Path) -> None:
+def _worker(link: Connection, rank: int, world_size: int, directory: Path, port: int) -> None:
     output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -233,7 +240,7 @@ def _worker(link: Connection, rank: int, world_size: int, directory: Path) -> No
             reply = pickle.dumps((False, traceback.format_exc()))
         link.send_bytes(reply)
 
-    answer(lambda: _join(rank, world_size, directory))
+    answer(lambda: _join(rank, world_size, port))
     while True:
         try:
             path, module, qualname, args = pickle.loads(link.recv_bytes())
@@ -243,7 +250,7 @@ def _worker(link: Connection, rank: int, world_size: int, directory: Path) -> No
         answer(lambda: _call(_resolve(module, qualname), rank, world_size, args))  # noqa: B023
 
 
-def _join(rank: int, world_size: int, directory: Path) -> None:
+def _join(rank: int, world_size: int, port: int) -> None:
     from datetime import timedelta
 
     import torch
@@ -252,7 +259,7 @@ def _join(rank: int, world_size: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{directory}/rendezvous",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=300),
