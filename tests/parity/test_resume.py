@@ -129,7 +129,7 @@ def sample_ids(rank: int, world: int, config: Any, steps: int) -> list[list[int]
         ids.append(parts.loader.sample_ids(parts.state.samples, batch.global_batch_size))
         parts.state.advance(batch)
     parts.loader.close()
-    parts.metrics.close()
+    parts.metrics.close(0)
     parts.close()
     return ids
 
