@@ -164,7 +164,7 @@ STUBS = {
     "srun": 'printf "%s " "$@" >>srun.log; echo >>srun.log\n'
     "status=$(sed -n 1p statuses); sed -i 1d statuses\n"
     'if [ "$status" = signalled ]; then\n'
-    "  trap 'exit 3' USR1; kill -USR1 $PPID; while :; do sleep 0.01; done\n"
+    "  trap 'exit 3' USR1; kill -USR1 $PPID; for _ in {1..500}; do sleep 0.01; done\n"
     "fi\n"
     "exit $status",
     "squeue": "cat state",
