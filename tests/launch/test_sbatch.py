@@ -220,10 +220,11 @@ def test_what_the_script_does_with_a_status(
     job, statuses: list[object], restarts: int, state: str, starts: int, requeued: bool
 ) -> None:
     words = ["parallel=dp2", f"launch.max_restarts={restarts}"]
-    status, srun, scontrol, _ = job(statuses, *words, state=state)
+    status, srun, scontrol, errors = job(statuses, *words, state=state)
     assert status == (3 if statuses[-1] == "signalled" else statuses[-1])
     assert len(srun) == starts
     assert scontrol == (["requeue 7"] if requeued else [])
+    assert ("--time is too short" in errors) == requeued  # as it was within a minute
 
 
 def test_workers_start_nothing_themselves_and_have_their_cpus(job) -> None:

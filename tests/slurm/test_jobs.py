@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     "MEGADS_SLURM_TEST" not in os.environ, reason="needs a SLURM to itself; see make slurm-test"
 )
 
-STEPS = 100
+STEPS = 80
 MODEL = [
     "model.num_layers=2",
     "model.hidden_size=32",
