@@ -26,8 +26,8 @@ VARIABLE = "MEGADS_FAULT"
 FAULTS = Path(__file__).resolve().parent / "faults"
 STEPS = 12
 START_LIMIT_S, ORPHAN_LIMIT_S = 240.0, 1.0
-AGENT_S = 30.0
-"""How long torch's agent lets the other ranks try to leave before it kills them."""
+AGENT_S = 40.0
+"""Torch's agent lets ranks that do not leave try it for 30 s, and takes seconds to end itself."""
 Way = Literal["ends", "recovers", "torchrun"]
 
 

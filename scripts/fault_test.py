@@ -10,7 +10,7 @@ is stopped, or keeps the interpreter lock; its disk hangs; or the workers' super
 The job must end within launch.timeout_s of that, not with 0, naming the rank, with what every rank
 was doing kept, no process left and every checkpoint whole. Where it may start again it must finish,
 with the loss curve of an uninterrupted run to the last bit. Some rounds run under torchrun, whose
-agent takes up to 30 s more to end ranks that do not leave. Prints a line per round and a table;
+agent takes up to 40 s more to end ranks that do not leave. Prints a line per round and a table;
 exits with 1 if anything is wrong, and leaves the files of those rounds.
 """
 
@@ -109,6 +109,10 @@ class Driver:
             lines.append(
                 f"{kind:15} " + " ".join(f"{counts[w]:8}" for w in KNOWN_WAYS) + f"  {spread}"
             )
+        layouts = Counter(planned.layout for planned, _ in self.done)
+        early = sum(planned.fault.step == 0 for planned, _ in self.done)
+        where = ", ".join(f"{count} in {name}" for name, count in layouts.items())
+        lines.append(f"{where}; {early} while the run was built, the others in a step")
         return "\n".join(lines)
 
 
