@@ -205,7 +205,7 @@ class Round:
         if not re.match(words.format(**values), report):
             raise Wrong(f"does not begin with {words!r}: {report[:2000]}")
         first = re.search(r"\brank \d+ .*", report)
-        named = kind.named if self.fault.step else r"\brank {rank}\b"
+        named = kind.named if self.fault.step or not kind.named else r"\brank {rank}\b"
         if first is None or not re.search(named.format(**values), first[0]):
             raise Wrong(f"the rank is not named: {report[:4000]}")
 
@@ -226,8 +226,12 @@ class Round:
                 raise Wrong(f"{file} has no stacks")
 
     def may_lack_stacks(self, rank: int) -> bool:
-        """Whether the rank, or with the supervisor every rank, was gone too soon to write them."""
+        """Whether the rank, or with the supervisor every rank, was gone too soon to write them.
+
+        Nobody but our launcher wakes a rank that was stopped.
+        """
         silent = not KINDS[self.fault.kind].leaves_stacks
+        silent |= self.fault.kind == "stop" and self.way == "torchrun"
         return silent and (rank == self.fault.rank or self.fault.kind == "kill supervisor")
 
 
