@@ -1,9 +1,10 @@
 """Persistent pools of worker processes, so that a test of a collective costs milliseconds.
 
 A pool of `n` processes is started once per world size, joins one gloo process group, and then runs
-one module-level function after another on all ranks. Every call has a hard time limit: a hang is a
-failing result that shows where each rank was, and the pool is thrown away afterwards, as after any
-failure, because ranks that stopped halfway through a collective cannot be trusted again.
+one module-level function after another on all ranks. In between it stands still (SIGSTOP): the
+threads of an idle group wake up a hundred times a second each. Every call has a hard time limit: a
+hang is a failing result that shows where each rank was, and the pool is thrown away afterwards, as
+after any failure, because ranks that stopped halfway through a collective cannot be trusted again.
 
     def sums(rank, world_size, value):
         mesh = mesh_for(ParallelLayout(tp=world_size), rank)
@@ -16,6 +17,7 @@ failure, because ranks that stopped halfway through a collective cannot be trust
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -29,6 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -40,10 +43,10 @@ if TYPE_CHECKING:
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["megads.train.loop", "torch._dynamo", "tests.distributed"])
-"""Workers are forked from one process that has imported what takes seconds each time; recomputing
-activations imports torch._dynamo."""
+"""What takes seconds to import; recomputing activations imports torch._dynamo."""
 START_TIMEOUT_S = 120.0
 KEPT_MESHES = 2
+PR_SET_PDEATHSIG = 1
 GRACE_S = 3.0
 """How long the other ranks get to finish once one has failed."""
 
@@ -94,6 +97,7 @@ class WorkerPool:
         for rank in range(world_size):
             self._start(rank)
         self._collect("starting the pool", START_TIMEOUT_S)
+        self._signal(signal.SIGSTOP)
 
     @property
     def alive(self) -> bool:
@@ -105,25 +109,32 @@ class WorkerPool:
         Raises RemoteFailure when a rank raises or dies, or when `timeout` seconds pass.
         """
         request = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, pickle.dumps(args)))
+        self._signal(signal.SIGCONT)
         for link in self._links:
             link.send_bytes(request)
-        return self._collect(f"{fn.__module__}.{fn.__qualname__}", timeout)
+        results = self._collect(f"{fn.__module__}.{fn.__qualname__}", timeout)
+        self._signal(signal.SIGSTOP)
+        return results
 
     def close(self) -> None:
         """End the processes; idle ones leave by themselves, others are killed."""
+        self._signal(signal.SIGCONT)
         for link in self._links:
             link.close()
         for process in self._processes:
             process.join(timeout=2.0)
         self._kill()
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def _start(self, rank: int) -> None:
         ours, theirs = FORKS.Pipe()
-        process = FORKS.Process(
-            target=_worker,
-            args=(theirs, rank, self.world_size, self._dir, self._store.port),
-            daemon=True,
-        )
+        args = theirs, rank, self.world_size, self._dir, self._store.port
+        process = FORKS.Process(target=_worker, args=args, daemon=True)
         process.start()
         theirs.close()
         self._links.append(ours)
@@ -150,22 +161,18 @@ class WorkerPool:
 
     def _report(self, what: str, timeout: float, failures: dict[int, str], hung: list[int]) -> str:
         """Describe a failed call, then throw the pool away."""
-        for rank in hung:
-            pid = self._processes[rank].pid
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR2)
         if hung:
+            self._signal(signal.SIGUSR2)
             time.sleep(0.5)
         parts = [f"{what} failed on {len(failures)} of {self.world_size} ranks"]
         if hung and not failures:
             parts = [f"{what} did not finish within {timeout:g} s on ranks {hung}"]
         parts += [f"--- rank {rank} raised\n{failures[rank]}" for rank in sorted(failures)]
         for rank in hung:
-            stack = self._stack(rank).read_text(errors="replace")
+            stack = (self._dir / f"stack-{rank}").read_text(errors="replace")
             parts.append(f"--- rank {rank} was still in\n{stack}")
         for rank in sorted({*failures, *hung}):
-            output = self._log(rank).read_text(errors="replace")[-2000:]
+            output = (self._dir / f"output-{rank}").read_text(errors="replace")[-2000:]
             if output.strip():
                 parts.append(f"--- output of rank {rank}\n{output}")
         self._kill()
@@ -184,12 +191,6 @@ class WorkerPool:
             link.close()
         self._links, self._processes = [], []
         shutil.rmtree(self._dir, ignore_errors=True)
-
-    def _log(self, rank: int) -> Path:
-        return self._dir / f"output-{rank}"
-
-    def _stack(self, rank: int) -> Path:
-        return self._dir / f"stack-{rank}"
 
 
 class Workers:
@@ -232,6 +233,7 @@ def _worker(link: Connection, rank: int, world_size: int, directory: Path, port:
     stack = (directory / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_the_tests()
 
     def answer(work: Callable[[], Any]) -> None:
         try:
@@ -248,6 +250,13 @@ def _worker(link: Connection, rank: int, world_size: int, directory: Path, port:
             os._exit(0)
         sys.path[:] = path
         answer(lambda: _call(_resolve(module, qualname), rank, world_size, args))  # noqa: B023
+
+
+def _end_with_the_tests() -> None:
+    """Who stands still does not see that the tests were killed: the server of forks ends with them,
+    once nobody else holds its pipe, and its end kills this process."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _join(rank: int, world_size: int, port: int) -> None:
@@ -269,9 +278,8 @@ def _join(rank: int, world_size: int, port: int) -> None:
 def _call(fn: Callable[..., Any], rank: int, world_size: int, args: bytes) -> Any:
     """One call; the seed is set so that results do not depend on earlier calls.
 
-    Groups that a run which failed has left are destroyed. Cycles are collected, because a process
-    group in one keeps its threads, and what is left is frozen: no later collection, here or in a
-    test that counts objects, looks at it again.
+    Groups that a failed run has left are destroyed. Cycles are collected, because a process group
+    in one keeps its threads, and what is left is frozen: no later collection looks at it again.
     """
     import torch
 

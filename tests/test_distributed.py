@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,19 @@ def test_results_come_back_in_rank_order_from_processes_that_stay(workers) -> No
     assert [total for _, total in first] == [10, 10]
     assert [total for _, total in second] == [20, 20]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_between_calls_a_pool_stands_still(workers) -> None:
+    pids = [pid for pid, _ in workers(2).run(_pid_and_sum, 10)]
+    deadline = time.monotonic() + 60
+    while [_state(pid) for pid in pids] != ["T", "T"]:
+        assert time.monotonic() < deadline, "the workers are still running"
+        time.sleep(0.01)
+    assert [pid for pid, _ in workers(2).run(_pid_and_sum, 10)] == pids
 
 
 def test_mesh_is_made_once_per_worker(workers) -> None:
