@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import megads.data
+from megads.config.decode import to_yaml
 from megads.config.schema import Config
 from megads.data.indexed import IndexedTokens, TokenWriter
 from megads.data.loader import open_loader
@@ -84,10 +85,9 @@ def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path: Path) -> Non
 PREPARE = """
 import sys
 from pathlib import Path
+from megads.config.decode import load_config
 from megads.data.prepare import prepare_data
-from tests.data.test_prepare import config
-text, run = sys.argv[1:]
-print(Path(prepare_data(config(Path(run), paths=[text])).train[0] + ".bin").read_bytes() != b"")
+print(Path(prepare_data(load_config(sys.argv[1])).train[0] + ".bin").read_bytes() != b"")
 """
 
 
@@ -96,18 +96,20 @@ def test_ranks_and_jobs_that_start_at_once(shared: bool, tmp_path: Path) -> None
     """One tokenizes and the others wait, or each in a directory of its own: the same tokens."""
     text = tmp_path / "text" / "a.txt"
     text.parent.mkdir()
-    text.write_text("a line of text\n" * 400_000)
+    # Those that wait have to come while it is being tokenized.
+    text.write_text("a line of text\n" * (1_000_000 if shared else 1_000))
     runs = [tmp_path / ("run" if shared else f"run{n}") for n in range(3)]
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PREPARE, str(text), str(run)],
+    jobs = []
+    for run in runs:
+        run.with_suffix(".yaml").write_text(to_yaml(config(run, paths=[str(text)])))
+        job = subprocess.Popen(
+            [sys.executable, "-c", PREPARE, str(run.with_suffix(".yaml"))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
         )
-        for run in runs
-    ]
+        jobs.append(job)
     for job in jobs:
         output, _ = job.communicate(timeout=120)
         assert (job.returncode, output) == (0, "True\n")
