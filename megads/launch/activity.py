@@ -11,6 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 LINE_BYTES = 256
+STEP_BYTES = 9
+WHEN_BYTES = len("2026-11-30 12:00:00.000")
+SINCE = b", since "
 FOLDER = "ranks"
 CLOCKS_S = 2.0
 """What the clock of a file system may differ by."""
@@ -28,33 +31,68 @@ class Activity:
     when the process is killed. `since`: when the action began, by the monotonic clock. `is_own`:
     this rank itself has to do something now; it neither waits for others nor does what may take as
     long as it likes, such as starting or saving.
+
+    A step has hundreds of actions, so each part of the line has its place, and only what changes is
+    written: the step, the moment of the action, and what it is, whose bytes are kept.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(path.with_suffix(".previous.txt"))
-        self.rank, self.step = rank, 0
-        self.what, self.since, self.is_own = "", time.monotonic(), False
+        self.rank, self.what, self.since, self.is_own = rank, "", 0.0, False
+        self._known: dict[object, tuple[str, bytes]] = {}
+        self._clocks_s, self._second = time.time() - time.monotonic(), 0
         with path.open("w+b") as file:
             file.truncate(LINE_BYTES)
             self._line = mmap.mmap(file.fileno(), LINE_BYTES)
         self._stacks = path.open("ab", buffering=0)
-        self._who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()}): "
+        who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()[:64]}), step ".encode()
+        step = slice(len(who), len(who) + STEP_BYTES)
+        when = slice(step.stop + len(SINCE), step.stop + len(SINCE) + WHEN_BYTES)
+        self._step_at, self._when_at = step, when
+        self._what_at = slice(when.stop + 2, LINE_BYTES - 1)
+        self._line[:] = (who + b" " * STEP_BYTES + SINCE).ljust(LINE_BYTES - 1) + b"\n"
+        self._line[when.stop : when.stop + 1] = b":"
+        self.step = 0
         self.doing("starting")
+
+    @property
+    def step(self) -> int:
+        """The step that is being made; 0 before the first."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        self._line[self._step_at] = str(number).rjust(STEP_BYTES).encode()
 
     def doing(self, what: str, *, is_own: bool = False) -> None:
         """The process begins something else."""
-        self.what, self.since, self.is_own = what, time.monotonic(), is_own
-        now = datetime.now().isoformat(" ", "milliseconds")
-        text = f"{self._who}step {self.step}, {what}, since {now}".encode()[: LINE_BYTES - 1]
-        self._line[:] = text.ljust(LINE_BYTES - 1) + b"\n"
+        self._do(what, self._padded(what), is_own=is_own)
 
     def observe(self, phase: str, where: tuple[int, ...], waits: bool) -> None:  # noqa: FBT001
         """The process enters or leaves a phase: an observer of `megads.parallel.phases`."""
-        if where:
-            phase = f"{phase} of chunk {where[0]}, microbatch {where[1]}"
-        self.doing(f"waiting in {phase}" if waits else phase, is_own=not waits)
+        known = self._known.get((phase, where, waits))
+        if known is None:
+            place = f" of chunk {where[0]}, microbatch {where[1]}" if where else ""
+            what = f"{'waiting in ' * waits}{phase}{place}"
+            known = self._known[phase, where, waits] = what, self._padded(what)
+        self._do(*known, is_own=not waits)
+
+    def _do(self, what: str, padded: bytes, *, is_own: bool) -> None:
+        self.what, self.since, self.is_own = what, time.monotonic(), is_own
+        now = self.since + self._clocks_s
+        second = int(now)
+        if second != self._second:
+            self._second = second
+            self._prefix = datetime.fromtimestamp(second).isoformat(" ").encode()
+        self._line[self._when_at] = b"%b.%03d" % (self._prefix, (now - second) * 1000)
+        self._line[self._what_at] = padded
+
+    def _padded(self, what: str) -> bytes:
+        room = self._what_at.stop - self._what_at.start
+        return what.encode(errors="replace")[:room].ljust(room)
 
     def dump(self, why: str) -> None:
         """Write where every thread of this process is."""

@@ -34,13 +34,13 @@ class SavedTensors:
 
     def __init__(self, *, counts: bool = False, offloads: bool = False) -> None:
         self.device, self.host = Ledger(), Ledger()
-        self._counts, self._offloads = counts, offloads
+        self.counts, self._offloads = counts, offloads
         self._uses: dict[int, int] = {}
         self._lane = _Lane()
 
     def of_pass(self, parameters: Iterable[Tensor], tables: Tables) -> Context:
         """Count what is saved meanwhile, if that is asked for."""
-        if not self._counts:
+        if not self.counts:
             return contextlib.nullcontext()
         return _hooks(parameters, tables, self._stay)
 
@@ -61,7 +61,7 @@ class SavedTensors:
         return _hooks(parameters, tables, move)
 
     def _stay(self, tensor: Tensor) -> _Saved:
-        return _OnDevice(tensor, self._uses, self.device) if self._counts else tensor
+        return _OnDevice(tensor, self._uses, self.device) if self.counts else tensor
 
 
 def _hooks(

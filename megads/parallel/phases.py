@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +30,7 @@ class Span:
     end_s: float
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(NamedTuple):
     """A phase that has begun."""
 
     name: str
@@ -58,8 +58,8 @@ class Phases:
         self._mark: Callable[[], Mark] = (
             _event if torch.device(device).type == "cuda" else time.perf_counter
         )
-        self._stack: list[_Open] = []
-        self._ended: list[tuple[str, bool, Mark, Mark]] = []
+        self._stack = [_Open(REST, (), False, 0.0)]
+        self._ended: list[tuple[_Open, Mark, Mark]] = []
         self._spans: list[tuple[_Open, Mark]] | None = None
         self._last: Mark | None = None
 
@@ -79,8 +79,9 @@ class Phases:
         left = self._stack.pop()
         if self._spans is not None:
             self._spans.append((left, now))
-        if kind is None:  # an error leaves standing what was being done
-            self._tell()
+        if kind is None and self.observer is not None:  # an error leaves standing what was done
+            name, where, waits, _ = self._stack[-1]
+            self.observer(name, where, waits)
 
     def begin(self) -> None:
         """Forget what was measured: a step begins."""
@@ -92,9 +93,9 @@ class Phases:
         self._charge()
         own: dict[str, float] = {}
         waits: dict[str, float] = {}
-        for name, waited, start, stop in self._ended:
-            kind = waits if waited else own
-            kind[name] = kind.get(name, 0.0) + _seconds(start, stop)
+        for phase, start, stop in self._ended:
+            kind = waits if phase.waits else own
+            kind[phase.name] = kind.get(phase.name, 0.0) + _seconds(start, stop)
         self._ended.clear()
         self._last = None
         return Durations(own, waits)
@@ -114,27 +115,17 @@ class Phases:
 
     def _enter(self, name: str, where: tuple[int, ...], *, waits: bool) -> Phases:
         self._stack.append(_Open(name, where, waits, self._charge()))
-        self._tell()
+        if self.observer is not None:
+            self.observer(name, where, waits)
         return self
 
     def _charge(self) -> Mark:
         """The time since the last change belongs to the innermost phase."""
         now = self._mark()
         if self._last is not None:
-            inner = self._stack[-1] if self._stack else None
-            name, waits = (REST, False) if inner is None else (inner.name, inner.waits)
-            self._ended.append((name, waits, self._last, now))
+            self._ended.append((self._stack[-1], self._last, now))
             self._last = now
         return now
-
-    def _tell(self) -> None:
-        if self.observer is None:
-            return
-        if self._stack:
-            inner = self._stack[-1]
-            self.observer(inner.name, inner.where, inner.waits)
-        else:
-            self.observer(REST, (), False)
 
 
 @dataclass(frozen=True)

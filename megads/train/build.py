@@ -37,6 +37,7 @@ from megads.pipeline.partition import StagePlan, plan_stages
 from megads.train.data import build_loaders, start_ledger
 from megads.train.guard import Guard
 from megads.train.memory import bucket_numel, offload_budget, shard_size
+from megads.train.memory_use import MemoryUse
 from megads.train.metrics import Metrics
 from megads.train.state import TrainState
 from megads.train.timing import StepTimer
@@ -68,6 +69,7 @@ class RunParts:
     store: CheckpointStore
     metrics: Metrics
     timer: StepTimer
+    memory: MemoryUse
     state: TrainState
 
     def batch_plan(self, consumed_samples: int) -> BatchPlan:
@@ -183,6 +185,7 @@ def build(config: Config, info: RankInfo, activity: Activity | None = None) -> R
         ),
         metrics=Metrics.of_run(config, state) if is_first else Metrics(None),
         timer=StepTimer(config.logging, mesh, run_dir, activity),
+        memory=MemoryUse(optimizer, modules, saved, mesh),
         state=state,
     )
     parts.metrics.note(parts.describe(backends))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -53,8 +53,8 @@ class LiveDisplay:
 class PlainDisplay:
     """A line per logged step, for files and pipes."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._seconds: list[float] = []
 
     def step(self, values: Line, total_steps: int) -> None:
@@ -64,7 +64,8 @@ class PlainDisplay:
         self.note(f"step {step}/{total_steps}  {_summary(values)}  eta {_clock(remaining)}")
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
 
     def close(self) -> None:
         pass
@@ -95,4 +96,4 @@ def _clock(seconds: float) -> str:
 def open_display() -> Display:
     """The one that suits standard output."""
     console = Console(file=sys.stdout)
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(sys.stdout)

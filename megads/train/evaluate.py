@@ -84,7 +84,7 @@ def mean_loss(
         )
         source = batch.source
         tokens[source] = tokens.get(source, 0) + count_loss_tokens(microbatches, mesh)
-        loss, stops = agree(loss_sum(microbatches), mesh, stop_requested=stop_requested())
+        loss, (stops,) = agree(loss_sum(microbatches), mesh, stop_requested())
         if stops:
             return None
         losses[source] = losses.get(source, 0.0) + loss

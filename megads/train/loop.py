@@ -19,7 +19,7 @@ from megads.train.checkpointing import finish, has_way_back, must_stop, resume, 
 from megads.train.evaluate import evaluate
 from megads.train.step import StepResult, train_step
 from megads.train.timing import StepTime
-from megads.train.usage import memory_report, speed_report
+from megads.train.usage import speed_report
 
 
 def train(
@@ -163,6 +163,8 @@ def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
             parts.metrics.note(f"step {state.step}: {note}")
     if not _due(config.logging.every, state.step) and result.applied:
         return
+    if result.memory_news:
+        parts.memory.exchange()
     values: dict[str, Any] = {
         "step": state.step,
         "loss": result.loss,
@@ -177,7 +179,7 @@ def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
         "loss_scale": result.loss_scale,
         "skipped": parts.scaler.skipped,
         **parts.timer.taken(),
-        **memory_report(parts),
+        **parts.memory.most,
     }
     parts.metrics.step(values, config.train.steps)
 

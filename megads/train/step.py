@@ -23,8 +23,9 @@ class StepResult:
 
     `loss` is the token-weighted mean over the global batch, `grad_norm` the norm before clipping.
     Unless `verdict` is good the update was left out (`applied` is False).
-    `stop_requested`: some rank was asked to save and leave. `data_wait_s`: seconds this rank waited
-    for its microbatches; the only value that differs between ranks.
+    `stop_requested`: some rank was asked to save and leave. `memory_news`: some rank uses more
+    memory than before. `data_wait_s`: seconds this rank waited for its microbatches; the only value
+    that differs between ranks.
     """
 
     batch: BatchPlan
@@ -34,6 +35,7 @@ class StepResult:
     loss_scale: float
     verdict: Verdict
     stop_requested: bool
+    memory_news: bool
     data_wait_s: float
 
     @property
@@ -65,7 +67,7 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     with phases("gradients"):
         optimizer.finish_gradients()
         norm = optimizer.grad_norm() / loss_scale
-    loss, stop = agree(loss_sum, parts.mesh, stop_requested=stop_requested)
+    loss, (stop, news) = agree(loss_sum, parts.mesh, stop_requested, parts.memory.has_news())
     loss /= max(tokens, 1)
     verdict = parts.guard.judge(loss, norm)
     if verdict == "good":
@@ -77,7 +79,7 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     else:
         scaler.update(ok=verdict == "good")
     state.advance(batch)
-    return StepResult(batch, loss, norm, lr, loss_scale, verdict, stop, data_wait_s)
+    return StepResult(batch, loss, norm, lr, loss_scale, verdict, stop, news, data_wait_s)
 
 
 def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:
@@ -92,14 +94,14 @@ def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:
     return int(collectives.all_reduce(total, mesh.dp))
 
 
-def agree(loss_sum: Tensor, mesh: Mesh, *, stop_requested: bool = False) -> tuple[float, bool]:
-    """The global batch's sum of token losses, and whether any rank wants to stop. Collective.
+def agree(loss_sum: Tensor, mesh: Mesh, *words: bool) -> tuple[float, list[bool]]:
+    """The global batch's sum of token losses, and of each word whether a rank says it. Collective.
 
     Tensor-parallel peers of the last stage hold the same sum; one of them reports it.
     """
-    values = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    values = torch.zeros(1 + len(words), dtype=torch.float64, device=mesh.device)
     if mesh.is_last_stage and mesh.tp.index == 0:
         values[0] = loss_sum.double()
-    values[1] = float(stop_requested)
-    loss, stops = collectives.all_reduce(values, mesh.world).tolist()
-    return loss, stops > 0
+    values[1:] = torch.tensor(words, dtype=torch.float64)
+    loss, *said = collectives.all_reduce(values, mesh.world).tolist()
+    return loss, [number > 0 for number in said]

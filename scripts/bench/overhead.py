@@ -80,7 +80,7 @@ def measure(steps: int, words: Sequence[str]) -> dict[str, float | int]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OVERHEAD_TIMES"] = str(Path(folder, TIMES))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        total = [f"train.steps={steps + WARMUP + 1}", "logging.every=1", f"run.dir={folder}/run"]
+        total = [f"train.steps={steps + WARMUP + 1}", f"run.dir={folder}/run"]
         config = compose([*DEMO, *total, *words])
         with handed_over(config) as arguments:
             launch_local(config, 4, Work("overhead:work", "megads.train.loop"), arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def test_the_last_action_is_on_one_line_of_fixed_size(tmp_path: Path) -> None:
     activity = Activity(path, 3)
     assert path == tmp_path / "ranks" / "rank-3.txt"
     assert read_activity(path) == path.read_text().rstrip()
-    assert "step 0, starting, since" in path.read_text()
+    assert re.search(r", step +0, since \S+ \S+: starting", path.read_text())
     activity.step = 17
     activity.observe("forward", (1, 4), False)
     assert activity.is_own and time.monotonic() - activity.since < 1
@@ -26,11 +27,13 @@ def test_the_last_action_is_on_one_line_of_fixed_size(tmp_path: Path) -> None:
     assert not activity.is_own
     text = read_activity(path)
     assert text is not None
-    who, _, when = text.partition(", since ")
-    assert who.endswith("): step 17, waiting in all_reduce tp") and who.startswith(
-        "rank 3 (process"
-    )
+    who, _, rest = text.partition(", since ")
+    assert who.startswith("rank 3 (process") and who.endswith(" 17")
+    when, _, what = rest.partition(": ")
+    assert what == "waiting in all_reduce tp"
     assert abs(datetime.fromisoformat(when).timestamp() - time.time()) < 2
+    activity.observe("forward", (0, 12), False)
+    assert (read_activity(path) or "").endswith(": forward of chunk 0, microbatch 12")
     activity.doing("x" * 1000)
     assert len(path.read_bytes()) == LINE_BYTES and path.read_bytes().count(b"\n") == 1
 

@@ -144,7 +144,7 @@ def test_values_that_are_not_finite_are_shown(loss: float) -> None:
 
 def test_plain_lines_for_files_and_pipes() -> None:
     out = io.StringIO()
-    display = PlainDisplay(Console(file=out, width=40))
+    display = PlainDisplay(out)
     for step, seconds in ((1, 60.0), (2, 2.0), (3, 2.0)):
         display.step(values(step, step_time_s=seconds), total_steps=3603)
     display.note("[bold]" + "x" * 100)
