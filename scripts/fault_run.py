@@ -219,7 +219,9 @@ class Round:
         """Every rank's last action is there, and stacks of all that could write them."""
         for rank, file in enumerate(files):
             text = file.read_text() if file.exists() else ""
-            found = re.match(rf"rank {rank} \(process \d+ on \S+\): step (\d+), \S", text)
+            found = re.match(
+                rf"rank {rank} \(process \d+ on \S+\), step +(\d+), since .+: \S", text
+            )
             if found is None or abs(int(found[1]) - self.fault.step) > 1:
                 raise Wrong(f"{file}: not the last action of step {self.fault.step}: {text[:500]}")
             if 'File "' not in text[LINE_BYTES:] and not self.may_lack_stacks(rank):
