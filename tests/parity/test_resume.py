@@ -77,7 +77,7 @@ def test_same_layout_is_bitwise_equal(
 RESHARDED = {
     "dp2zero1": ["parallel=dp2zero1"],
     "dp4": ["parallel=dp4", "train.micro_batch_size=1"],
-    "tp4": ["parallel=tp4"],
+    "tp4": ["parallel=tp4", "train.micro_batch_size=8"],
     "pp4": ["parallel=pp4"],
     "pp2vpp2": ["parallel=pp2vpp2"],
     "single": [],
