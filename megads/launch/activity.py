@@ -33,7 +33,7 @@ class Activity:
     long as it likes, such as starting or saving.
 
     A step has hundreds of actions, so each part of the line has its place, and only what changes is
-    written: the step, the moment of the action, and what it is, whose bytes are kept.
+    written: the step, what the action is, whose bytes are kept, and now and then when it began.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -42,7 +42,7 @@ class Activity:
             path.replace(path.with_suffix(".previous.txt"))
         self.rank, self.what, self.since, self.is_own = rank, "", 0.0, False
         self._known: dict[object, tuple[str, bytes]] = {}
-        self._clocks_s, self._second = time.time() - time.monotonic(), 0
+        self._clocks_s = time.time() - time.monotonic()
         with path.open("w+b") as file:
             file.truncate(LINE_BYTES)
             self._line = mmap.mmap(file.fileno(), LINE_BYTES)
@@ -70,9 +70,13 @@ class Activity:
     def doing(self, what: str, *, is_own: bool = False) -> None:
         """The process begins something else."""
         self._do(what, self._padded(what), is_own=is_own)
+        self.stamp()
 
     def observe(self, phase: str, where: tuple[int, ...], waits: bool) -> None:  # noqa: FBT001
-        """The process enters or leaves a phase: an observer of `megads.parallel.phases`."""
+        """The process enters or leaves a phase: an observer of `megads.parallel.phases`.
+
+        The moment of it comes with the next `stamp`: of what is over before, it does not matter.
+        """
         known = self._known.get((phase, where, waits))
         if known is None:
             place = f" of chunk {where[0]}, microbatch {where[1]}" if where else ""
@@ -80,14 +84,13 @@ class Activity:
             known = self._known[phase, where, waits] = what, self._padded(what)
         self._do(*known, is_own=not waits)
 
+    def stamp(self) -> None:
+        """Write when the action began."""
+        when = datetime.fromtimestamp(self.since + self._clocks_s)
+        self._line[self._when_at] = when.isoformat(" ", "milliseconds").encode()
+
     def _do(self, what: str, padded: bytes, *, is_own: bool) -> None:
         self.what, self.since, self.is_own = what, time.monotonic(), is_own
-        now = self.since + self._clocks_s
-        second = int(now)
-        if second != self._second:
-            self._second = second
-            self._prefix = datetime.fromtimestamp(second).isoformat(" ").encode()
-        self._line[self._when_at] = b"%b.%03d" % (self._prefix, (now - second) * 1000)
         self._line[self._what_at] = padded
 
     def _padded(self, what: str) -> bytes:
@@ -96,6 +99,7 @@ class Activity:
 
     def dump(self, why: str) -> None:
         """Write where every thread of this process is."""
+        self.stamp()
         now = datetime.now().isoformat(" ", "milliseconds")
         self.append(f"stacks at {now}, {why}")
         faulthandler.dump_traceback(self._stacks, all_threads=True)

@@ -81,6 +81,7 @@ class Watchdog:
 
     def _look(self) -> None:
         activity = self._activity
+        activity.stamp()
         idle_s = time.monotonic() - activity.since if activity.is_own else 0.0
         if idle_s < self._limit_s:
             later_s = min(4 * self._interval_s, self._limit_s / 2)
