@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 	$(BIN)/megads-generate runs/demo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 slurm-test: setup
 	PYTHON=$(BIN)/python scripts/slurm/test.sh $(SLURM_RECIPE)

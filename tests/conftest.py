@@ -9,6 +9,18 @@ import torch
 
 from tests.distributed import Workers
 
+LONG = ("launch", "parity", "train", "cli", "report", "kernels", "pipeline")
+"""Folders with files that take long, which are run first: of workers that take one file after the
+other, none is left with a long one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
