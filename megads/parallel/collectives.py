@@ -12,6 +12,7 @@ broadcasts 80 ms), so on gloo the flat forms are built from those two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -44,11 +45,12 @@ class Handle:
         self._works, self._phases, self._what = works, phases, what
 
     def wait(self) -> None:
-        if self._phases is not None and self._works:
-            with self._phases.waiting(self._what):
-                for work in self._works:
-                    if work is not None:
-                        work.wait()
+        if not self._works:
+            return
+        with self._phases.waiting(self._what) if self._phases is not None else nullcontext():
+            for work in self._works:
+                if work is not None:
+                    work.wait()
         self._works = ()
 
 

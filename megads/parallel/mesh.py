@@ -77,7 +77,7 @@ class Mesh:
     saving: Axis
     links: PipelineLinks
     device: torch.device
-    phases: Phases
+    phases: Phases = field(compare=False, repr=False)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
