@@ -37,16 +37,17 @@ def _one_for_all(value: Any) -> Any:
     return (value,) if isinstance(value, int | float | str) else value
 
 
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 _UNITS_S = (86400.0, 3600.0, 60.0, 1.0)
 
 
 def _seconds(value: Any) -> Any:
-    """`3h50m`, `90m` or `12.5` in seconds; anything else as it is, to be refused."""
-    if not isinstance(value, str) or not (found := _DURATION.fullmatch(value.strip())):
+    """`3h50m` or `90m` in seconds; a number is one of seconds already."""
+    if not isinstance(value, str) or value.replace(".", "", 1).isdecimal():
         return value
-    if not any(found.groups()):
-        return value
+    found = _DURATION.fullmatch(value)
+    if found is None or not any(found.groups()):
+        raise ValueError("write seconds, or a time like 90m or 3h50m")
     return sum(float(n) * unit for n, unit in zip(found.groups(), _UNITS_S, strict=True) if n)
 
 

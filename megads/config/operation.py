@@ -105,7 +105,8 @@ class LaunchConfig(Group):
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     timeout_s: PositiveFloat = 600.0
-    """A collective that waits longer than this ends the job."""
+    """A job that hangs ends within this time: ranks wait for others for 0.8 of it, and a rank's own
+    work may make no progress for 0.5."""
     tune_allocator: bool = True
     """On CPU, let glibc keep large buffers; variables that are already set are left alone."""
     threads: Positive | None = None

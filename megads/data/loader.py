@@ -193,7 +193,7 @@ class TokenLoader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._ahead.clear()
-        self._reader.shutdown(cancel_futures=True)
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _following(self, request: _Request) -> _Request:
         consumed, size = request.consumed + request.global_batch_size, request.global_batch_size

@@ -95,8 +95,9 @@ def _token_prefix(path: str, config: Config) -> str:
         parts.append(tokenizer_identity(data.tokenizer))
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     prefix = str(Path(config.run.dir) / "data" / f"{text.name.split('.')[0]}-{digest}")
-    while not indexed.exists(prefix):
+    if not indexed.exists(prefix):
         _log.info("tokenizing %s into %s", text, prefix)
+    while not indexed.exists(prefix):
         try:
             stats = preprocess([text], prefix, data.tokenizer, append_eod=data.append_eod)
         except BusyError:  # a rank of this node, or another job: what it makes serves all

@@ -160,7 +160,7 @@ class StreamLoader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._ahead = None
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _lanes_of(self, dp_size: int, dp_index: int) -> range:
         share = self.lanes // dp_size

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,8 +50,9 @@ def record_failure(error: BaseException, path: Path | None) -> None:
     }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({"message": message}))
-    temporary.replace(path)
+    with suppress(OSError):  # of a full disk: the exit status still tells, and stderr
+        temporary.write_text(json.dumps({"message": message}))
+        temporary.replace(path)
 
 
 def end_file(error_file: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,10 +35,10 @@ def global_norm(unique: Sequence[Tensor], mesh: Mesh) -> float:
 
     Equal on all ranks; not finite if any element is not. A collective call.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for flat in unique:
         total += sum_of_squares(flat)
-    return float(collectives.all_reduce(total, mesh.world).sqrt())
+    return math.sqrt(collectives.reduced(total, mesh.world)[0])
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

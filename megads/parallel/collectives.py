@@ -62,6 +62,18 @@ def all_reduce(tensor: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
     return tensor
 
 
+def reduced(tensor: Tensor, axis: Axis, op: Op = "sum") -> list[Any]:
+    """The elements of a small 1-D tensor, reduced over the axis, on the host.
+
+    On a GPU it is here that the host waits for other ranks, and not when the reduction is started.
+    """
+    if axis.size == 1:
+        return tensor.tolist()
+    with axis.phases.waiting(f"all_reduce {axis.name}"):
+        dist.all_reduce(tensor, _OPS[op], group=axis.group)
+        return tensor.tolist()
+
+
 def all_reduce_async(tensor: Tensor, axis: Axis, op: Op = "sum") -> Handle:
     """Start an in-place reduction of `tensor`."""
     if axis.size == 1:

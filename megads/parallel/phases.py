@@ -89,8 +89,10 @@ class Phases:
         self._last = self._mark()
 
     def end(self) -> Durations:
-        """What was measured since `begin`; the device has been waited for."""
-        self._charge()
+        """What was measured since `begin`. Waits for the device."""
+        last = self._charge()
+        if not isinstance(last, float):
+            last.synchronize()
         own: dict[str, float] = {}
         waits: dict[str, float] = {}
         for phase, start, stop in self._ended:

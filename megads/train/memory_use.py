@@ -53,7 +53,7 @@ class MemoryUse:
         values = torch.tensor(
             list(self._told.values()), dtype=torch.float64, device=self._mesh.device
         )
-        most = collectives.all_reduce(values, self._mesh.world, "max").tolist()
+        most = collectives.reduced(values, self._mesh.world, "max")
         self.most = dict(zip(self._told, map(int, most), strict=True))
 
     def _mine(self) -> dict[str, int]:

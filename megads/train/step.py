@@ -90,8 +90,7 @@ def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:
     mine = sum(
         m.labels.numel() if m.loss_mask is None else int(m.loss_mask.sum()) for m in microbatches
     )
-    total = torch.tensor(mine, device=mesh.device)
-    return int(collectives.all_reduce(total, mesh.dp))
+    return int(collectives.reduced(torch.tensor([mine], device=mesh.device), mesh.dp)[0])
 
 
 def agree(loss_sum: Tensor, mesh: Mesh, *words: bool) -> tuple[float, list[bool]]:
@@ -103,5 +102,5 @@ def agree(loss_sum: Tensor, mesh: Mesh, *words: bool) -> tuple[float, list[bool]
     if mesh.is_last_stage and mesh.tp.index == 0:
         values[0] = loss_sum.double()
     values[1:] = torch.tensor(words, dtype=torch.float64)
-    loss, *said = collectives.all_reduce(values, mesh.world).tolist()
+    loss, *said = collectives.reduced(values, mesh.world)
     return loss, [number > 0 for number in said]

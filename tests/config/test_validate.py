@@ -354,3 +354,17 @@ def test_epochs_limits_and_skips():
     for wrong in ("data.epochs=0", "data.epochs=true", "data.limits=[1.5]", "data.skip=[[1,2,3]]"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
             changed(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("12.5", 12.5), ("90m", 5400), ("3h50m", 13_800), ("1d2s", 86_402), ("1.5s", 1.5)],
+)
+def test_times_are_seconds_or_have_units(text: str, seconds: float) -> None:
+    assert compose([f"launch.stop_after={text}"]).launch.stop_after == seconds
+
+
+@pytest.mark.parametrize("text", ["3h50", "m", "50m3h", "2x", "''", "true", "-5", "0"])
+def test_times_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.stop_after"):
+        compose([f"launch.stop_after={text}"])
