@@ -225,6 +225,7 @@ def _resolve(module: str, qualname: str) -> Callable[..., Any]:
 
 
 def _worker(link: Connection, rank: int, world_size: int, directory: Path, port: int) -> None:
+    gc.freeze()  # a collection would copy the pages that all forks share
     output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ def count_tensors() -> tuple[int, int]:
 
 
 def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tuple[int, int]]:
-    """(live tensors, their bytes) after each step, with an overflow in every third one."""
+    """(live tensors, their bytes) after each step, with an overflow in every third one.
+
+    The batches that are read ahead are there each time.
+    """
     from megads.train import step
     from megads.train.build import build
 
@@ -40,6 +44,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
     try:
         for _ in range(steps):
             step.train_step(parts)
+            wait([batch for _, batch in parts.loader._ahead])  # type: ignore[union-attr]
             gc.collect()
             counts.append(count_tensors())
     finally:
@@ -50,7 +55,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2zero1"])
-@pytest.mark.parametrize("accumulation", [2, 16])
+@pytest.mark.parametrize("accumulation", [2, 8])
 def test_live_tensors_stay_the_same(
     tmp_path: Path, workers: Workers, layout: str, accumulation: int
 ) -> None:
@@ -59,10 +64,8 @@ def test_live_tensors_stay_the_same(
     options = [f"parallel={layout}", "train.micro_batch_size=1", f"train.global_batch_size={batch}"]
     config = tiny_config(tmp_path / "run", data, "gpt", *options, "train.nonfinite=skip")
     for counts in workers(2).run(live_tensors, config, 16, timeout=120):
-        # The batch read ahead may or may not be there yet; its tensors are two per microbatch.
         numbers = [number for number, _ in counts[3:]]
-        assert max(numbers) - min(numbers) <= 2 * accumulation
-        assert abs(sum(numbers[:6]) - sum(numbers[-6:])) <= 6 * 2 * accumulation
+        assert max(numbers) - min(numbers) <= 2, "more than a thread that is about to let go holds"
 
 
 def in_flight(rank: int, world: int, config: Config) -> int:
@@ -131,14 +134,14 @@ def test_negative_control_kept_graphs_are_noticed(tmp_path: Path, workers: Worke
     assert any(numbers[-1][0] - numbers[3][0] > 4 for numbers in counts)
 
 
-def resident_bytes(rank: int, world: int, config: Config, leak: int) -> list[int]:
-    """Resident memory of this process after each of 100 steps; `leak` bytes are lost in each."""
+def resident_bytes(rank: int, world: int, config: Config, steps: int, leak: int) -> list[int]:
+    """Resident memory of this process after each step; `leak` bytes are lost in each."""
     from megads.train import step
     from megads.train.build import build
 
     parts = build(config, training.pool_info(rank, world))
     after, lost = [], []
-    for _ in range(100):
+    for _ in range(steps):
         step.train_step(parts)
         lost.append(b"x" * leak)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -149,13 +152,16 @@ def resident_bytes(rank: int, world: int, config: Config, leak: int) -> list[int
     return after
 
 
-@pytest.mark.parametrize(("stage", "leak"), [(1, 0), (3, 0), (3, 2**17)])
+@pytest.mark.parametrize(
+    ("stage", "steps", "lost"), [(1, 100, 0), (3, 100, 0), (3, 30, 10 * 2**20)]
+)
 def test_resident_memory_does_not_grow_with_offload(
-    tmp_path: Path, workers: Workers, stage: int, leak: int
+    tmp_path: Path, workers: Workers, stage: int, steps: int, lost: int
 ) -> None:
-    """From step 20 to 100 by less than 1 %; more than that when each step loses 128 KiB."""
+    """From step 20 to the last by less than 1 %; more than that when 10 MiB are lost on the way."""
     data = write_tokens(tmp_path / "tokens")
     options = [f"parallel.zero={stage}", "parallel.offload=nvme", "parallel.bucket_mb=0.01"]
     config = tiny_config(tmp_path / "run", data, "gpt", "parallel.dp=1", *options)
-    (after,) = workers(1).run(resident_bytes, config, leak, timeout=120)
-    assert (after[-1] - after[19] < 0.01 * after[19]) is (leak == 0)
+    leak = lost // (steps - 20)
+    (after,) = workers(1).run(resident_bytes, config, steps, leak, timeout=120)
+    assert (after[-1] - after[19] < 0.01 * after[19]) is (lost == 0)
