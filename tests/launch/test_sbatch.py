@@ -240,13 +240,15 @@ def test_an_array_takes_its_arguments_from_a_line(job, tmp_path: Path) -> None:
     lines = ["run.dir=a", "optim.lr='1e-3' run.dir='my run'", "optim.lr=1e-4"]
     (tmp_path / "list").write_text("\n".join(lines))
     words = ["@list", "parallel=dp2"]
-    _, srun, _, _ = job([0], *words, SLURM_ARRAY_TASK_ID="2")
+    array = {"SLURM_ARRAY_JOB_ID": "7"}  # one of its tasks has this number as its own
+    _, srun, scontrol, _ = job([3], *words, **array, SLURM_ARRAY_TASK_ID="2")
+    assert scontrol == ["requeue 7_2"]
     assert srun[0].endswith("max_restarts=0 optim.lr=1e-3 run.dir=my run parallel=dp2 ")
     for task, complaint in (
         ("3", "needs a run.dir= of its own: optim.lr=1e-4"),
         ("4", "no line 4"),
     ):
-        status, srun, _, errors = job([0], *words, SLURM_ARRAY_TASK_ID=task)
+        status, srun, _, errors = job([0], *words, **array, SLURM_ARRAY_TASK_ID=task)
         assert (status, srun) == (2, []) and complaint in errors
     status, srun, _, errors = job([0], *words)
     assert (status, srun) == (2, []) and "@list is for an array" in errors
