@@ -9,11 +9,9 @@ import socket
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 LINE_BYTES = 256
-STEP_BYTES = 9
-WHEN_BYTES = len("2026-11-30 12:00:00.000")
-SINCE = b", since "
 FOLDER = "ranks"
 CLOCKS_S = 2.0
 """What the clock of a file system may differ by."""
@@ -24,6 +22,16 @@ def activity_file(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank-{rank}.txt"
 
 
+class Doing(Protocol):
+    """Something that knows what this process is doing, as `megads.parallel.phases` does."""
+
+    @property
+    def current(self) -> tuple[str, tuple[int, ...], bool]:
+        """The phase, its (chunk, microbatch) or nothing, and whether it waits for others."""
+
+    changed_s: float
+
+
 class Activity:
     """One line of fixed size with the last action of this process, and under it its stacks.
 
@@ -32,74 +40,59 @@ class Activity:
     this rank itself has to do something now; it neither waits for others nor does what may take as
     long as it likes, such as starting or saving.
 
-    A step has hundreds of actions, so each part of the line has its place, and only what changes is
-    written: the step, what the action is, whose bytes are kept, and now and then when it began.
+    A step has hundreds of actions. Telling of each would slow it down, so what is done in training
+    is looked up by a thread now and then, and when something happens.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(path.with_suffix(".previous.txt"))
-        self.rank, self.what, self.since, self.is_own = rank, "", 0.0, False
-        self._known: dict[object, tuple[str, bytes]] = {}
+        self.rank, self.step = rank, 0
+        self.what, self.since, self.is_own = "", 0.0, False
+        self._followed: Doing | None = None
         self._clocks_s = time.time() - time.monotonic()
         with path.open("w+b") as file:
             file.truncate(LINE_BYTES)
             self._line = mmap.mmap(file.fileno(), LINE_BYTES)
         self._stacks = path.open("ab", buffering=0)
-        who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()[:64]}), step ".encode()
-        step = slice(len(who), len(who) + STEP_BYTES)
-        when = slice(step.stop + len(SINCE), step.stop + len(SINCE) + WHEN_BYTES)
-        self._step_at, self._when_at = step, when
-        self._what_at = slice(when.stop + 2, LINE_BYTES - 1)
-        self._line[:] = (who + b" " * STEP_BYTES + SINCE).ljust(LINE_BYTES - 1) + b"\n"
-        self._line[when.stop : when.stop + 1] = b":"
-        self.step = 0
+        self._who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()[:64]})"
         self.doing("starting")
 
-    @property
-    def step(self) -> int:
-        """The step that is being made; 0 before the first."""
-        return self._step
+    def doing(self, what: str) -> None:
+        """The process does this, and nobody minds how long it takes."""
+        self._followed = None
+        self.what, self.since, self.is_own = what, time.monotonic(), False
+        self._write()
 
-    @step.setter
-    def step(self, number: int) -> None:
-        self._step = number
-        self._line[self._step_at] = str(number).rjust(STEP_BYTES).encode()
+    def follow(self, doing: Doing) -> None:
+        """From now on the process does what `doing` says."""
+        self._followed = doing
 
-    def doing(self, what: str, *, is_own: bool = False) -> None:
-        """The process begins something else."""
-        self._do(what, self._padded(what), is_own=is_own)
-        self.stamp()
+    def stay(self) -> None:
+        """An error has come: what was done last stays, and may take as long as it likes."""
+        self.refresh()
+        self._followed, self.is_own = None, False
 
-    def observe(self, phase: str, where: tuple[int, ...], waits: bool) -> None:  # noqa: FBT001
-        """The process enters or leaves a phase: an observer of `megads.parallel.phases`.
-
-        The moment of it comes with the next `stamp`: of what is over before, it does not matter.
-        """
-        known = self._known.get((phase, where, waits))
-        if known is None:
+    def refresh(self) -> None:
+        """Bring the line up to date."""
+        if self._followed is not None:
+            name, where, waits = self._followed.current
             place = f" of chunk {where[0]}, microbatch {where[1]}" if where else ""
-            what = f"{'waiting in ' * waits}{phase}{place}"
-            known = self._known[phase, where, waits] = what, self._padded(what)
-        self._do(*known, is_own=not waits)
+            self.what, self.is_own = f"{'waiting in ' * waits}{name}{place}", not waits
+            self.since = self._followed.changed_s
+        self._write()
 
-    def stamp(self) -> None:
-        """Write when the action began."""
-        when = datetime.fromtimestamp(self.since + self._clocks_s)
-        self._line[self._when_at] = when.isoformat(" ", "milliseconds").encode()
-
-    def _do(self, what: str, padded: bytes, *, is_own: bool) -> None:
-        self.what, self.since, self.is_own = what, time.monotonic(), is_own
-        self._line[self._what_at] = padded
-
-    def _padded(self, what: str) -> bytes:
-        room = self._what_at.stop - self._what_at.start
-        return what.encode(errors="replace")[:room].ljust(room)
+    def _write(self) -> None:
+        when = datetime.fromtimestamp(self.since + self._clocks_s).isoformat(" ", "milliseconds")
+        text = f"{self._who}, step {self.step}, since {when}: {self.what}"
+        self._line[:] = (
+            text.encode(errors="replace")[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n"
+        )
 
     def dump(self, why: str) -> None:
         """Write where every thread of this process is."""
-        self.stamp()
+        self.refresh()
         now = datetime.now().isoformat(" ", "milliseconds")
         self.append(f"stacks at {now}, {why}")
         faulthandler.dump_traceback(self._stacks, all_threads=True)

@@ -37,7 +37,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, activity: Activity, limit_s: float, on_hang: OnHang, *, interval_s: float = 1.0
+        self, activity: Activity, limit_s: float, on_hang: OnHang, *, interval_s: float = 0.5
     ) -> None:
         self._activity, self._limit_s, self._on_hang = activity, limit_s, on_hang
         self._interval_s = min(interval_s, limit_s / 4)
@@ -81,7 +81,7 @@ class Watchdog:
 
     def _look(self) -> None:
         activity = self._activity
-        activity.stamp()
+        activity.refresh()
         idle_s = time.monotonic() - activity.since if activity.is_own else 0.0
         if idle_s < self._limit_s:
             later_s = min(4 * self._interval_s, self._limit_s / 2)

@@ -7,7 +7,6 @@ with it, so that a step's time can be told apart and a process that hangs can be
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +14,6 @@ import torch
 
 REST = "other"
 """The phase of what is in no other one."""
-
-Observer = Callable[[str, tuple[int, ...], bool], None]
-"""Told of every change: the phase, its (chunk, microbatch) or nothing, and whether it waits."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,14 @@ class Span:
     where: tuple[int, ...]
     start_s: float
     end_s: float
+
+
+class Phase(NamedTuple):
+    """What is being done: the phase, its (chunk, microbatch) or nothing, and whether it waits."""
+
+    name: str
+    where: tuple[int, ...]
+    waits: bool
 
 
 class _Open(NamedTuple):
@@ -54,10 +58,10 @@ class Phases:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.observer: Observer | None = None
-        self._mark: Callable[[], Mark] = (
-            _event if torch.device(device).type == "cuda" else time.perf_counter
-        )
+        self.changed_s = time.monotonic()
+        """When a phase was last entered or left, by the monotonic clock."""
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._interrupted: _Open | None = None
         self._stack = [_Open(REST, (), False, 0.0)]
         self._ended: list[tuple[_Open, Mark, Mark]] = []
         self._spans: list[tuple[_Open, Mark]] | None = None
@@ -79,9 +83,14 @@ class Phases:
         left = self._stack.pop()
         if self._spans is not None:
             self._spans.append((left, now))
-        if kind is None and self.observer is not None:  # an error leaves standing what was done
-            name, where, waits, _ = self._stack[-1]
-            self.observer(name, where, waits)
+        if kind is not None and self._interrupted is None:
+            self._interrupted = left
+
+    @property
+    def current(self) -> Phase:
+        """The innermost phase, from any thread; after an error, the one in which it came."""
+        name, where, waits, _ = self._interrupted or self._stack[-1]
+        return Phase(name, where, waits)
 
     def begin(self) -> None:
         """Forget what was measured: a step begins."""
@@ -117,9 +126,12 @@ class Phases:
 
     def _enter(self, name: str, where: tuple[int, ...], *, waits: bool) -> Phases:
         self._stack.append(_Open(name, where, waits, self._charge()))
-        if self.observer is not None:
-            self.observer(name, where, waits)
+        self._interrupted = None
         return self
+
+    def _mark(self) -> Mark:
+        self.changed_s = time.monotonic()
+        return _event() if self._on_gpu else self.changed_s
 
     def _charge(self) -> Mark:
         """The time since the last change belongs to the innermost phase."""

@@ -49,22 +49,22 @@ class StepTimer:
     def start(self) -> None:
         """Training begins: from now on a phase that does not end is a hang."""
         if self._activity is not None:
-            self._mesh.phases.observer = self._activity.observe
+            self._activity.follow(self._mesh.phases)
 
     def stop(self, doing: str | None = None) -> None:
         """Training has ended: what comes now may take its time; without a word for it, what was
         being done when an error came stays."""
-        self._mesh.phases.observer = None
-        if self._activity is not None:
-            self._activity.is_own = False
-            if doing is not None:
-                self._activity.doing(doing)
+        if self._activity is not None and doing is None:
+            self._activity.stay()
+        elif self._activity is not None:
+            self._activity.doing(doing or "")
 
     @contextlib.contextmanager
     def step(self, number: int, times: list[StepTime]) -> Iterator[None]:
         """Time what is inside as the step `number`; its times are appended to `times`."""
         if self._activity is not None:
             self._activity.step = number
+            self._activity.refresh()
         profile = self._profiled(number) if number in self._config.profile_steps else None
         phases = self._mesh.phases
         with profile or contextlib.nullcontext():

@@ -11,7 +11,10 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import pytest
+
 from megads.launch.activity import LINE_BYTES, Activity, activity_file, is_since, read_activity
+from megads.parallel.phases import Phases
 
 
 def test_the_last_action_is_on_one_line_of_fixed_size(tmp_path: Path) -> None:
@@ -19,23 +22,43 @@ def test_the_last_action_is_on_one_line_of_fixed_size(tmp_path: Path) -> None:
     activity = Activity(path, 3)
     assert path == tmp_path / "ranks" / "rank-3.txt"
     assert read_activity(path) == path.read_text().rstrip()
-    assert re.search(r", step +0, since \S+ \S+: starting", path.read_text())
+    assert re.search(r", step 0, since \S+ \S+: starting", path.read_text())
+    phases = Phases()
     activity.step = 17
-    activity.observe("forward", (1, 4), False)
-    assert activity.is_own and time.monotonic() - activity.since < 1
-    activity.observe("all_reduce tp", (), True)
+    activity.follow(phases)
+    with phases("forward", 1, 4):
+        activity.refresh()
+        assert activity.is_own and time.monotonic() - activity.since < 1
+        assert (read_activity(path) or "").endswith(": forward of chunk 1, microbatch 4")
+        with phases.waiting("all_reduce tp"):
+            activity.refresh()
     assert not activity.is_own
     text = read_activity(path)
     assert text is not None
     who, _, rest = text.partition(", since ")
-    assert who.startswith("rank 3 (process") and who.endswith(" 17")
+    assert who.startswith("rank 3 (process") and who.endswith(", step 17")
     when, _, what = rest.partition(": ")
     assert what == "waiting in all_reduce tp"
     assert abs(datetime.fromisoformat(when).timestamp() - time.time()) < 2
-    activity.observe("forward", (0, 12), False)
-    assert (read_activity(path) or "").endswith(": forward of chunk 0, microbatch 12")
+    activity.refresh()
+    assert activity.is_own and activity.what == "other"
     activity.doing("x" * 1000)
+    assert not activity.is_own
+    activity.refresh()
+    assert activity.what == "x" * 1000, "no longer what the phases say"
     assert len(path.read_bytes()) == LINE_BYTES and path.read_bytes().count(b"\n") == 1
+
+
+def test_an_error_leaves_standing_what_was_being_done(tmp_path: Path) -> None:
+    activity, phases = Activity(activity_file(tmp_path, 0), 0), Phases()
+    activity.follow(phases)
+    with pytest.raises(ValueError), phases("backward", 0, 1):
+        raise ValueError
+    activity.stay()
+    with phases("data"):
+        activity.refresh()
+    text = read_activity(activity_file(tmp_path, 0)) or ""
+    assert text.endswith(": backward of chunk 0, microbatch 1") and not activity.is_own
 
 
 def test_stacks_follow_the_line(tmp_path: Path) -> None:

@@ -23,6 +23,13 @@ def hung(doing):
     print("hung:", doing, flush=True)
     os._exit(1)
 
+class Work:
+    current, changed_s = ("", (), False), 0.0
+
+def work(name):
+    Work.current, Work.changed_s = (name, (), False), time.monotonic()
+    activity.follow(Work)
+
 signal.signal(signal.SIGTERM, lambda *_: None)
 activity = Activity(Path(sys.argv[1]), 0)
 with Watchdog(activity, 0.5, hung, interval_s=0.1):
@@ -30,10 +37,10 @@ with Watchdog(activity, 0.5, hung, interval_s=0.1):
 print("left", flush=True)
 """
 BODIES = {
-    "sleeps": "activity.step = 4; activity.doing('data', is_own=True); time.sleep(60)",
+    "sleeps": "activity.step = 4; work('data'); time.sleep(60)",
     # PyDLL keeps the interpreter lock: no Python code can run, not even the watchdog's thread.
-    "keeps the lock": "activity.doing('data', is_own=True); ctypes.PyDLL(None).sleep(60)",
-    "works": "[(activity.doing('data', is_own=True), time.sleep(0.2)) for _ in range(6)]",
+    "keeps the lock": "work('data'); ctypes.PyDLL(None).sleep(60)",
+    "works": "[(work('data'), time.sleep(0.2)) for _ in range(6)]",
     "waits": "activity.doing('waiting in all_reduce tp'); time.sleep(1.5)",
     "raises": "raise ValueError('odd')",
     "crashes": "ctypes.string_at(0)",

@@ -12,14 +12,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def perf_counter(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(module.time, "monotonic", clock.monotonic)
     return clock
 
 
@@ -69,19 +69,21 @@ def test_a_trace_has_every_phase_with_its_place(clock: Clock) -> None:
     assert phases.end_trace() == []
 
 
-def test_an_observer_is_told_and_an_error_leaves_the_last_action_standing() -> None:
-    seen: list[tuple[str, tuple[int, ...], bool]] = []
+def test_others_see_the_innermost_phase_and_the_one_in_which_an_error_came(clock: Clock) -> None:
     phases = Phases()
-    phases.observer = lambda *told: seen.append(told)
-    with phases("forward", 0, 3), phases.waiting("all_reduce tp"):
-        pass
-    assert seen == [
-        ("forward", (0, 3), False),
-        ("all_reduce tp", (), True),
-        ("forward", (0, 3), False),
-        (REST, (), False),
-    ]
-    del seen[:]
+    assert phases.current == (REST, (), False)
+    with phases("forward", 0, 3):
+        assert phases.current == ("forward", (0, 3), False)
+        clock.now += 5
+        with phases.waiting("all_reduce tp"):
+            assert phases.current == ("all_reduce tp", (), True)
+            assert phases.changed_s == clock.now
+            clock.now += 5
+        assert phases.current == ("forward", (0, 3), False)
+        assert phases.changed_s == clock.now
+    assert phases.current == (REST, (), False)
     with pytest.raises(ValueError), phases("backward", 0, 1), phases.waiting("receive"):
         raise ValueError
-    assert seen == [("backward", (0, 1), False), ("receive", (), True)]
+    assert phases.current == ("receive", (), True)
+    with phases("data"):
+        assert phases.current == ("data", (), False)
