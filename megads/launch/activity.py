@@ -7,9 +7,12 @@ import mmap
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
+
+from megads.errors import ConfigError
 
 LINE_BYTES = 256
 FOLDER = "ranks"
@@ -41,23 +44,31 @@ class Activity:
     long as it likes, such as starting or saving.
 
     A step has hundreds of actions. Telling of each would slow it down, so what is done in training
-    is looked up by a thread now and then, and when something happens.
+    is looked up by a thread now and then, and when something happens. Raises ConfigError when the
+    file cannot be made.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(path.with_suffix(".previous.txt"))
         self.rank, self.step = rank, 0
         self.what, self.since, self.is_own = "", 0.0, False
         self._followed: Doing | None = None
         self._clocks_s = time.time() - time.monotonic()
-        with path.open("w+b") as file:
-            file.truncate(LINE_BYTES)
-            self._line = mmap.mmap(file.fileno(), LINE_BYTES)
-        self._stacks = path.open("ab", buffering=0)
+        try:
+            self._open(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
         self._who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()[:64]})"
         self.doing("starting")
+
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_suffix(".previous.txt"))
+        # Written, not only sized: who writes to memory on a file that has no room is killed.
+        path.write_bytes(b" " * LINE_BYTES)
+        with path.open("r+b") as file:
+            self._line = mmap.mmap(file.fileno(), LINE_BYTES)
+        self._stacks = path.open("ab", buffering=0)
 
     def doing(self, what: str) -> None:
         """The process does this, and nobody minds how long it takes."""
@@ -67,7 +78,7 @@ class Activity:
 
     def follow(self, doing: Doing) -> None:
         """From now on the process does what `doing` says."""
-        self._followed = doing
+        self._followed, self._follows_since = doing, time.monotonic()
 
     def stay(self) -> None:
         """An error has come: what was done last stays, and may take as long as it likes."""
@@ -80,7 +91,7 @@ class Activity:
             name, where, waits = self._followed.current
             place = f" of chunk {where[0]}, microbatch {where[1]}" if where else ""
             self.what, self.is_own = f"{'waiting in ' * waits}{name}{place}", not waits
-            self.since = self._followed.changed_s
+            self.since = max(self._followed.changed_s, self._follows_since)
         self._write()
 
     def _write(self) -> None:
@@ -98,8 +109,9 @@ class Activity:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def append(self, text: str) -> None:
-        """Write something under the line."""
-        self._stacks.write(f"\n{text}\n".encode())
+        """Write something under the line, if the disk has room for it."""
+        with suppress(OSError):
+            self._stacks.write(f"\n{text}\n".encode())
 
     def catch_crashes(self) -> None:
         """From now on a crash of this process, as by SIGSEGV, leaves its stacks."""

@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 
 from megads.launch.activity import Activity
 
@@ -54,12 +53,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._activity.append("".join(traceback.format_exception(error)).rstrip())
         signal.set_wakeup_fd(self._before)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megads.errors import ConfigError
 from megads.launch.activity import LINE_BYTES, Activity, activity_file, is_since, read_activity
 from megads.parallel.phases import Phases
 
@@ -94,6 +95,34 @@ def test_it_outlives_a_killed_process(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     assert "the very last thing" in (read_activity(path) or "")
     assert is_since(path, started) and not is_since(path, time.time() + 60)
+
+
+def test_training_that_begins_late_has_not_been_idle(tmp_path: Path) -> None:
+    activity, phases = Activity(activity_file(tmp_path, 0), 0), Phases()
+    phases.changed_s -= 1000.0  # since then nothing was timed, while the model was built
+    activity.follow(phases)
+    activity.refresh()
+    assert activity.is_own and time.monotonic() - activity.since < 10
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """It is said at the start; later, what there is no room for is left out, and nobody dies."""
+    disk, mounted = tmp_path / "disk", ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs"]
+    disk.mkdir()
+    if os.getuid() or subprocess.run([*mounted, str(disk)], capture_output=True).returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        activity = Activity(disk / "first", 0)
+        with (disk / "ballast").open("wb", buffering=0) as file, pytest.raises(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        activity.doing("the line has its room")
+        activity.append("stacks " * 2000)
+        assert (read_activity(disk / "first") or "").endswith("the line has its room")
+        with pytest.raises(ConfigError, match=r"second: cannot be written: No space left"):
+            Activity(disk / "second", 0)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
