@@ -18,7 +18,6 @@ from megads.train.build import RunParts, build
 from megads.train.checkpointing import finish, has_way_back, must_stop, resume, save, settle
 from megads.train.evaluate import evaluate
 from megads.train.step import StepResult, train_step
-from megads.train.timing import StepTime
 from megads.train.usage import speed_report
 
 
@@ -67,14 +66,13 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
         _save(parts)
     saved_at = state.step
     parts.timer.start()
-    times: list[StepTime] = []
     if not evaluated and not _evaluate(parts, stop):
         return _stopped(parts, evaluated=False)
     while state.step < steps:
-        with parts.timer.step(state.step + 1, times):
+        with parts.timer.step(state.step + 1):
             result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
         _record(parts, result)
-        _report(parts, result, times.pop())
+        _report(parts, result)
         if handle_bad_step(parts, result):
             _start_ledger(parts)
             saved_at = state.step
@@ -156,8 +154,9 @@ def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
-    config, state, seconds = parts.config, parts.state, time.seconds
+def _report(parts: RunParts, result: StepResult) -> None:
+    config, state, time = parts.config, parts.state, parts.timer.last
+    assert time is not None
     if _due(config.logging.ranks_every, state.step):
         for note in parts.timer.compare_ranks():
             parts.metrics.note(f"step {state.step}: {note}")
@@ -172,10 +171,10 @@ def _report(parts: RunParts, result: StepResult, time: StepTime) -> None:
         "lr": result.lr,
         "tokens": state.tokens,
         "samples": state.samples,
-        "step_time_s": seconds,
-        "data_wait_s": result.data_wait_s,
+        "step_time_s": time.seconds,
+        "data_wait_s": time.durations.own["data"],
         "phases_s": time.durations.by_phase,
-        **speed_report(parts, result.batch, seconds),
+        **speed_report(parts, result.batch, time.seconds),
         "loss_scale": result.loss_scale,
         "skipped": parts.scaler.skipped,
         **parts.timer.taken(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,7 @@ class StepResult:
     `loss` is the token-weighted mean over the global batch, `grad_norm` the norm before clipping.
     Unless `verdict` is good the update was left out (`applied` is False).
     `stop_requested`: some rank was asked to save and leave. `memory_news`: some rank uses more
-    memory than before. `data_wait_s`: seconds this rank waited for its microbatches; the only value
-    that differs between ranks.
+    memory than before.
     """
 
     batch: BatchPlan
@@ -36,7 +34,6 @@ class StepResult:
     verdict: Verdict
     stop_requested: bool
     memory_news: bool
-    data_wait_s: float
 
     @property
     def applied(self) -> bool:
@@ -53,10 +50,8 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     phases = parts.mesh.phases
     batch = parts.batch_plan(state.samples)
     lr = parts.learning_rate(batch)
-    started = time.monotonic()
     with phases("data"):
         microbatches = parts.microbatches(batch)
-    data_wait_s = time.monotonic() - started
     tokens = count_loss_tokens(microbatches, parts.mesh)
     loss_scale = scaler.scale
 
@@ -79,7 +74,7 @@ def train_step(parts: RunParts, *, stop_requested: bool = False) -> StepResult:
     else:
         scaler.update(ok=verdict == "good")
     state.advance(batch)
-    return StepResult(batch, loss, norm, lr, loss_scale, verdict, stop, news, data_wait_s)
+    return StepResult(batch, loss, norm, lr, loss_scale, verdict, stop, news)
 
 
 def count_loss_tokens(microbatches: list[MicroBatch], mesh: Mesh) -> int:

@@ -42,7 +42,9 @@ class StepTimer:
         self._config, self._mesh, self._activity = config, mesh, activity
         self._folder = run_dir / "profile"
         self._hosts: list[str] | None = None
-        self._own_s: list[float] = []
+        self.last: StepTime | None = None
+        """Of the step that was made last."""
+        self._own_s, self._steps = 0.0, 0
         self._saving_s = 0.0
         self._rank_times_s: list[float] = []
 
@@ -60,8 +62,8 @@ class StepTimer:
             self._activity.doing(doing or "")
 
     @contextlib.contextmanager
-    def step(self, number: int, times: list[StepTime]) -> Iterator[None]:
-        """Time what is inside as the step `number`; its times are appended to `times`."""
+    def step(self, number: int) -> Iterator[None]:
+        """Time what is inside as the step `number`."""
         if self._activity is not None:
             self._activity.step = number
             self._activity.refresh()
@@ -73,8 +75,9 @@ class StepTimer:
             yield
             with phases.waiting("device"):
                 collectives.synchronize(self._mesh.device)
-            times.append(StepTime(time.perf_counter() - started, phases.end()))
-        self._own_s.append(times[-1].durations.own_s)
+            self.last = StepTime(time.perf_counter() - started, phases.end())
+        self._own_s += self.last.durations.own_s
+        self._steps += 1
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -100,8 +103,8 @@ class StepTimer:
         others wait. Collective.
         """
         world = self._mesh.world
-        mine = torch.tensor([statistics.fmean(self._own_s)], dtype=torch.float64)
-        self._own_s = []
+        mine = torch.tensor([self._own_s / self._steps], dtype=torch.float64)
+        self._own_s, self._steps = 0.0, 0
         gathered = collectives.all_gather_dim0(mine.to(self._mesh.device), world).tolist()
         if self._hosts is None:
             self._hosts = collectives.all_gather_object(socket.gethostname(), world)

@@ -43,19 +43,19 @@ def work(arguments: Sequence[str]) -> None:
         "_enter": lambda self, name, where, *, waits: self,
         "__exit__": lambda self, *error: None,
         "begin": lambda self: None,
-        "end": lambda self: Durations({}, {}),
+        "end": lambda self: Durations({"data": 0.0}, {}),
     }
     step, report, look, place = StepTimer.step, loop._report, Watchdog._look, started()
     begun: list[float] = []
     is_bare = False
 
-    def timed_step(self: StepTimer, number: int, times: list[Any]) -> Any:
+    def timed_step(self: StepTimer, number: int) -> Any:
         nonlocal is_bare
         begun.append(time.perf_counter())
         is_bare = number % 2 == 0
         for name, method in (bare if is_bare else full).items():
             setattr(Phases, name, method)
-        return step(self, number, times)
+        return step(self, number)
 
     StepTimer.step = timed_step  # type: ignore[method-assign]
     loop._report = lambda *args: None if is_bare else report(*args)  # type: ignore[assignment]

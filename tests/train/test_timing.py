@@ -38,7 +38,7 @@ def compared(rank: int, world: int, slow: int, folder: Path) -> tuple[Any, list[
     mesh = mesh_for(ParallelLayout(tp=2, dp=2), rank)
     timer = StepTimer(compose([]).logging, mesh, folder, None)
     for number in range(2):
-        with timer.step(number + 1, []):
+        with timer.step(number + 1):
             time.sleep(0.3 if rank == slow else 0.05)
             with mesh.phases.waiting("the others"):
                 time.sleep(0.0 if rank == slow else 0.25)
