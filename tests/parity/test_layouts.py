@@ -1,8 +1,7 @@
 """The curve of a run does not depend on its layout: loss and gradient norm, fp32.
 
-Six steps each, three of warmup and three after it; `tests.parity.command_line` makes the same table
-with twenty, by the command. The single process is itself held against a dense oracle in
-test_dense_oracle.py.
+Ten steps each; `tests.parity.command_line` makes the same table with twenty, by the command. The
+single process is itself held against a dense oracle in test_dense_oracle.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.distributed import Workers
 from tests.training import FAMILIES, assert_same_curve, run_training, tiny_config, write_tokens
 from tests.zero.faults import patched, spoil
 
-STEPS = 6
+STEPS = 10
 SP = "parallel.sequence_parallel=true"
 LAYOUTS: dict[str, list[str]] = {
     "tp2": ["parallel=tp2"],
@@ -39,8 +38,8 @@ LAYOUTS: dict[str, list[str]] = {
     "tp2dp2zero1": ["parallel=tp2dp2zero1"],
     "pp2dp2zero1": ["parallel=pp2dp2zero1"],
     "pp2vpp2": ["parallel=pp2vpp2"],
-    "tp4 with 2 kv heads": ["parallel=tp4", "train.micro_batch_size=8"],
-    "tp4 with 2 kv heads sp": ["parallel=tp4", SP, "train.micro_batch_size=8"],
+    "tp4 with 2 kv heads": ["parallel=tp4"],
+    "tp4 with 2 kv heads sp": ["parallel=tp4", SP],
     "micro batch 1": ["train.micro_batch_size=1"],
     "micro batch 2": ["train.micro_batch_size=2"],
     "micro batch 1 pp2": ["parallel=pp2", "train.micro_batch_size=1"],

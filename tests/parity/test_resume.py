@@ -41,8 +41,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def stop_and_resume(
     workers: Workers, run: Path, data: str, family: str, first: list[str], then: list[str]
 ) -> list[dict[str, Any]]:
-    """Five steps under one layout, five more of the same run under another."""
-    run_training(workers, tiny_config(run, data, family, SAVE, *first, "train.steps=5"))
+    """Ten steps under one layout, ten more of the same run under another."""
+    run_training(workers, tiny_config(run, data, family, SAVE, "train.steps=10", *first))
     return run_training(workers, tiny_config(run, data, family, SAVE, *then))
 
 
@@ -52,32 +52,31 @@ def test_same_layout_is_bitwise_equal(
     tmp_path: Path, data: str, workers: Workers, precision: str, zero: int
 ) -> None:
     options = [f"parallel=dp2zero{zero}", f"precision={precision}", "precision.loss_scale_window=7"]
-    options.append("train.steps=10")
     options += ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
     straight = run_training(workers, tiny_config(tmp_path / "a", data, "gpt", SAVE, *options))
     resumed = stop_and_resume(workers, tmp_path / "b", data, "gpt", options, options)
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples", "loss_scale", "skipped"):
         assert [line[name] for line in resumed] == [line[name] for line in straight], name
-    want = read_checkpoint(tmp_path / "a/checkpoints/step-10")
-    got = read_checkpoint(tmp_path / "b/checkpoints/step-10")
+    want = read_checkpoint(tmp_path / "a/checkpoints/step-20")
+    got = read_checkpoint(tmp_path / "b/checkpoints/step-20")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[key], want[key]) for key in want)
     saved = [
-        json.loads((tmp_path / f"{run}/checkpoints/step-10/manifest.json").read_text())["state"]
+        json.loads((tmp_path / f"{run}/checkpoints/step-20/manifest.json").read_text())["state"]
         for run in "ab"
     ]
     for state in saved:
         del state["train"]["run_id"]
     assert saved[0] == saved[1]
     # Nothing in the checkpoint is still what it was before training.
-    start = read_checkpoint(tmp_path / "b/checkpoints/step-5")
+    start = read_checkpoint(tmp_path / "b/checkpoints/step-10")
     assert not any(torch.equal(start[key], want[key]) for key in want)
 
 
 RESHARDED = {
     "dp2zero1": ["parallel=dp2zero1"],
     "dp4": ["parallel=dp4", "train.micro_batch_size=1"],
-    "tp4": ["parallel=tp4", "train.micro_batch_size=8"],
+    "tp4": ["parallel=tp4"],
     "pp4": ["parallel=pp4"],
     "pp2vpp2": ["parallel=pp2vpp2"],
     "single": [],
@@ -88,19 +87,18 @@ RESHARDED = {
 def test_other_layouts_continue_the_curve(
     tmp_path: Path, data: str, workers: Workers, family: str
 ) -> None:
-    ten = ["train.steps=10"]
-    straight = run_training(workers, tiny_config(tmp_path / "straight", data, family, *ten))
-    saved = tiny_config(tmp_path / "first", data, family, SAVE, "parallel=tp2pp2", "train.steps=5")
+    straight = run_training(workers, tiny_config(tmp_path / "straight", data, family))
+    saved = tiny_config(tmp_path / "first", data, family, SAVE, "parallel=tp2pp2", "train.steps=10")
     run_training(workers, saved)
-    checkpoint = tmp_path / "first/checkpoints/step-5"
+    checkpoint = tmp_path / "first/checkpoints/step-10"
     for name, overrides in RESHARDED.items():
         config = tiny_config(
-            tmp_path / name, data, family, *ten, f"checkpoint.load={checkpoint}", *overrides
+            tmp_path / name, data, family, f"checkpoint.load={checkpoint}", *overrides
         )
         resumed = run_training(workers, config)
-        assert_same_curve(resumed, straight[5:])
+        assert_same_curve(resumed, straight[10:])
         for exact in ("step", "samples", "tokens", "lr"):
-            assert [r[exact] for r in resumed] == [s[exact] for s in straight[5:]], (name, exact)
+            assert [r[exact] for r in resumed] == [s[exact] for s in straight[10:]], (name, exact)
     # Negative control: without the moments the curve is another one.
     forgetful = tiny_config(
         tmp_path / "weights",
@@ -108,12 +106,11 @@ def test_other_layouts_continue_the_curve(
         family,
         f"checkpoint.load={checkpoint}",
         "checkpoint.load_what=weights",
-        *ten,
     )
     restarted = run_training(workers, forgetful)
-    assert [line["step"] for line in restarted] == list(range(1, 11))
+    assert [line["step"] for line in restarted] == list(range(1, 21))
     with pytest.raises(AssertionError):
-        assert_same_curve(restarted[:5], straight[5:], rtol=1e-3)
+        assert_same_curve(restarted[:10], straight[10:], rtol=1e-3)
 
 
 def sample_ids(rank: int, world: int, config: Any, steps: int) -> list[list[int]]:

@@ -1,9 +1,8 @@
 """The curve of a run depends on no ZeRO stage and on no place of its state.
 
 Buckets and streaming buffers are so small that every unit has buckets of its own and every shard
-several pieces. Six steps each, three of warmup and three after it: all that a step can do, it has
-done by then. `tests.parity.command_line zero` makes the whole product with twenty, by the command.
-The single process is held against a dense oracle in test_dense_oracle.py.
+several pieces. Ten steps each; `tests.parity.command_line zero` makes the whole product with
+twenty, by the command. The single process is held against a dense oracle in test_dense_oracle.py.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tests.training import (
 )
 from tests.zero.faults import spoil
 
-STEPS = 6
+STEPS = 10
 # A key bias has no gradient but for rounding, which Adam would make large with the usual eps.
 COMMON = [
     f"train.steps={STEPS}",

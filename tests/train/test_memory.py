@@ -55,7 +55,7 @@ def live_tensors(rank: int, world: int, config: Config, steps: int) -> list[tupl
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2zero1"])
-@pytest.mark.parametrize("accumulation", [2, 8])
+@pytest.mark.parametrize("accumulation", [2, 16])
 def test_live_tensors_stay_the_same(
     tmp_path: Path, workers: Workers, layout: str, accumulation: int
 ) -> None:
