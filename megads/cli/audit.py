@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.cli.command import command_parser
+from megads.cli.command import command_parser, guarded
 from megads.data.audit import AuditReport, audit
-from megads.errors import MegadsError
 
 SHOWN = 20
 """Problems that are printed; the others are counted."""
@@ -18,11 +17,10 @@ SHOWN = 20
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 when all is well, 1 naming the steps where it is not, 2 without a run."""
     options = _parser().parse_args(arguments)
-    try:
-        report = audit(options.run)
-    except (MegadsError, OSError) as error:
-        print(f"megads-preprocess audit: {error}", file=sys.stderr)
-        return error.exit_status if isinstance(error, MegadsError) else 1
+    return guarded("megads-preprocess audit", lambda: _tell(audit(options.run)))
+
+
+def _tell(report: AuditReport) -> int:
     print(_table(report))
     if not report.problems:
         print("every sample was read as planned: none repeated in its epoch, none lost")

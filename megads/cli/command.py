@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from megads.errors import MegadsError
 
@@ -34,6 +35,14 @@ def guarded(name: str, work: Callable[[], int]) -> int:
         return error.exit_status if isinstance(error, MegadsError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
+
+
+def new_file(word: str) -> Path:
+    """A file to write, in a folder that there is."""
+    path = Path(word)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def positive(word: str) -> int:

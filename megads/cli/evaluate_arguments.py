@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.cli.command import command_parser, natural, positive
+from megads.cli.command import command_parser, natural, new_file, positive
 from megads.cli.devices import DTYPES
 
 _EXAMPLES = """\
@@ -31,8 +31,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {place}")
     if options.run is None and options.tasks != ["list"]:
         parser.error("the following arguments are required: run")
-    if options.output and not options.output.parent.is_dir():
-        parser.error(f"--output {options.output}: there is no folder {options.output.parent}")
     return options
 
 
@@ -50,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="compute in this type (default: as saved, fp32 as a rule)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     add("--json", action="store_true", help="print one JSON object")
-    add("--output", type=Path, metavar="FILE", help="write that JSON object to a file as well")
+    add("--output", type=new_file, metavar="FILE", help="write that JSON object to a file as well")
     add = parser.add_argument_group("loss and perplexity on held-out text").add_argument
     sets = "texts or token files, each a set (default: what the run validates on)"
     add("--data", nargs="+", metavar="PATH", help=sets)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megads.cli.command import INTERRUPTED_STATUS
 from megads.errors import MegadsError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("megads-preprocess: interrupted; the same command continues", file=sys.stderr)
-        return 130
+        return INTERRUPTED_STATUS
     print(_report(options.output, stats))
     return 0
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.cli.command import command_parser
-from megads.errors import MegadsError
+from megads.cli.command import command_parser, guarded, new_file
 from megads.extras import load_extra
 from megads.report.page import build_page
 from megads.report.runs import read_runs
@@ -26,15 +25,15 @@ logging.profile_steps=[50]; phases and times of ranks are in metrics.jsonl anywa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 when the page is written, 2 without a run or plotly, 1 otherwise."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def work() -> int:
         library = load_extra("plotly.offline", "the report").get_plotlyjs()
         page = build_page(read_runs(options.run), library)
         options.output.write_text(page, encoding="utf-8")
-    except (MegadsError, OSError) as error:
-        print(f"megads-report: {error}", file=sys.stderr)
-        return error.exit_status if isinstance(error, MegadsError) else 1
-    print(f"wrote {options.output}")
-    return 0
+        print(f"wrote {options.output}")
+        return 0
+
+    return guarded("megads-report", work)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=new_file,
         default=Path("report.html"),
         help="the page to write (default: %(default)s)",
     )

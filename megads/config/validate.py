@@ -240,7 +240,7 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optim.schedule != "constant" and train.steps and optim.warmup + decay > total:
         yield (
             f"optim.warmup={optim.warmup} + optim.decay={decay} is more than the "
-            f"{total} {optim.units} of the schedule"
+            f"{total} {optim.units} of the schedule; make them shorter, or the run longer"
         )
     if optim.decay and optim.schedule != "wsd":
         yield f"optim.decay={optim.decay} is for optim.schedule=wsd, it is {optim.schedule}"

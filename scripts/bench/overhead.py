@@ -30,7 +30,7 @@ TIMES = "times.json"
 
 def work(arguments: Sequence[str]) -> None:
     """A worker: the real one, with every other step bare."""
-    from megads.cli import train
+    from megads.cli import train_worker
     from megads.launch.env import started
     from megads.launch.watchdog import Watchdog
     from megads.parallel.phases import Durations, Phases
@@ -69,7 +69,7 @@ def work(arguments: Sequence[str]) -> None:
         return status
 
     loop.train = trained
-    train.work(arguments)
+    train_worker.work(arguments)
 
 
 def measure(steps: int, words: Sequence[str]) -> dict[str, float | int]:

@@ -29,12 +29,15 @@ def test_what_cannot_be_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("plotly", reason="needs the packages of megads[report]")
-    output = ["--output", str(tmp_path / "none" / "report.html")]
+    output = ["--output", str(tmp_path / "report.html")]
     assert main([str(tmp_path), *output]) == 2
     assert f"megads-report: {tmp_path}: no metrics.jsonl there" in capsys.readouterr().err
     run = write_run(tmp_path / "run", steps=1)
-    assert main([str(run), *output]) == 1
-    assert "No such file or directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "--output", str(tmp_path / "none" / "report.html")])
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert main([str(run), "--output", str(tmp_path)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main([str(run), *output]) == 2
     assert "the report needs the package plotly: pip install 'megads[report]'" in (

@@ -507,8 +507,11 @@ def test_runs_of_any_layout_read_and_learn_the_same(workers: Workers, tmp_path: 
     whole, seen = run("one")
     assert list(seen) == [0, 8, 16, 24, 32, 40]
     assert len(column(whole, "val_loss")) == 1
-    for axis in ("dp", "tp"):
-        lines, read = run(axis, f"parallel.{axis}=2")
+    for name, layout in (
+        ("dp2", ["parallel.dp=2"]),
+        ("dp2tp2", ["parallel.dp=2", "parallel.tp=2"]),
+    ):
+        lines, read = run(name, *layout)
         assert_same_curve(lines, whole)
         assert read == seen
     stop = ["train.steps=3", "checkpoint.save_last=true"]
