@@ -18,33 +18,43 @@ the host has to wait for it."""
 
 
 class ParamGatherer:
-    """Gathers the buckets of the unit about to be computed, and of the next one ahead of time.
+    """Gathers the buckets of the unit about to be computed, and of the next ones ahead of time.
 
-    At most the parameters of two neighbouring units are there at once. A unit stays until another
-    is announced: the last one of a forward pass is still there when its backward begins.
+    At most the parameters of `ahead` units and of the one before them are there at once. A unit
+    stays until another is announced: the last one of a forward pass is still there when its
+    backward begins.
 
     `needs[chunk][unit]`: the buckets that hold parameters of the unit, units in forward order.
+    `ahead`: 1, or 2 where the host has to wait for a shard: it is fetched while a unit is computed,
+    and gathered while the next one is.
     """
 
     def __init__(
-        self, needs: Sequence[Mapping[str, Sequence[Bucket]]], mesh: Mesh, fetch: Fetch
+        self, needs: Sequence[Mapping[str, Sequence[Bucket]]], mesh: Mesh, fetch: Fetch, ahead: int
     ) -> None:
-        self._needs, self._mesh, self._fetch = needs, mesh, fetch
+        self._needs, self._mesh, self._fetch, self._ahead = needs, mesh, fetch, ahead
         self._order = [list(units) for units in needs]
         self._held: dict[int, tuple[Bucket, _Gathering]] = {}
 
     def before_unit(self, chunk: int, unit: str, *, forward: bool) -> None:
-        """Have the parameters of `unit`, and begin to gather those of the unit after it."""
-        order = self._order[chunk]
-        after = order.index(unit) + (1 if forward else -1)
-        now = self._needs[chunk][unit]
-        soon = self._needs[chunk][order[after]] if 0 <= after < len(order) else []
-        self._release_all_but([*now, *soon])
-        for bucket in (*now, *soon):
-            if id(bucket) not in self._held:
-                self._held[id(bucket)] = bucket, _Gathering(bucket, self._mesh, self._fetch)
+        """Have the parameters of `unit`, and those of the units after it on their way."""
+        now, *later = self._coming(chunk, unit, forward=forward)
+        self._release_all_but([*now, *(bucket for buckets in later for bucket in buckets)])
+        for buckets in (now, *later):
+            for bucket in buckets:
+                if id(bucket) not in self._held:
+                    self._held[id(bucket)] = bucket, _Gathering(bucket, self._mesh, self._fetch)
+        for buckets in (now, *later[:1]):
+            for bucket in buckets:
+                self._held[id(bucket)][1].begin()
         for bucket in now:
             self._held[id(bucket)][1].complete()
+
+    def _coming(self, chunk: int, unit: str, *, forward: bool) -> list[Sequence[Bucket]]:
+        """What `unit` needs, and what each of the next units does."""
+        order = self._order[chunk] if forward else self._order[chunk][::-1]
+        at = order.index(unit)
+        return [self._needs[chunk][name] for name in order[at : at + 1 + self._ahead]]
 
     def release(self) -> None:
         """Drop everything: the parameters are about to change."""
@@ -61,8 +71,7 @@ class ParamGatherer:
 class _Gathering:
     """One bucket on its way: first the own shard is fetched, then everybody's are gathered.
 
-    The collective begins at once unless the host has to wait for the shard (in a file); then it
-    begins when the bucket is needed, which is at the same point on all ranks.
+    The collective begins when it is told to, which is at the same point on all ranks.
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, fetch: Fetch) -> None:
@@ -71,18 +80,18 @@ class _Gathering:
         start, stop = bucket.plan.part(mesh.shard.size, mesh.shard.index)
         self._fetching = fetch(bucket, bucket.params.tensor[start:stop])
         self._gathering: Handle | None = None
-        if self._fetching is None:
-            self._gather()
 
-    def _gather(self) -> None:
-        flat = self._bucket.params.tensor
-        self._gathering = collectives.all_gather_flat_async(flat, self._mesh.shard)
+    def begin(self) -> None:
+        """Begin to gather, as soon as the own shard is there."""
+        if self._gathering is None:
+            if self._fetching is not None:
+                self._fetching.result()
+            flat = self._bucket.params.tensor
+            self._gathering = collectives.all_gather_flat_async(flat, self._mesh.shard)
 
     def complete(self) -> None:
-        if self._fetching is not None:
-            self._fetching.result()
-            self._fetching = None
-            self._gather()
+        """Wait until nothing is written to the bucket any more."""
         if self._gathering is not None:
             self._gathering.wait()
-            self._gathering = None
+        elif self._fetching is not None:
+            self._fetching.result()

@@ -112,7 +112,8 @@ def predict_memory(
     shares = [plan.numel // shard_size for plan in plans]
     stays, moves, fp32 = stage < 3, stage >= 2 or offload != "none", itemsize == 4
     owned = 4 * sum(shares)
-    parameters = itemsize * (sum(whole) if stays else peak_gathered(whole, reads))
+    ahead = units_ahead(offload, shard_size)
+    parameters = itemsize * (sum(whole) if stays else peak_gathered(whole, reads, ahead))
     gradients = 4 * (sum(whole) if stage < 2 else peak_unreduced(plans, reads))
     shard = Usage(
         parameters=0 if stays else itemsize * sum(shares),
@@ -129,13 +130,22 @@ def predict_memory(
     return StateMemory(device, Usage(gradients=owned, buffers=file.buffer_bytes), file.file_bytes)
 
 
-def peak_gathered(numels: Sequence[int], reads: Reads) -> int:
-    """Most elements of parameters at once under stage 3: those of two neighbouring units."""
+def units_ahead(offload: str, shard_size: int) -> int:
+    """Beyond the unit that is computed, how many have their parameters on the way under stage 3.
+
+    Two where there is a shard to be read from a file before all of them are gathered.
+    """
+    return 2 if offload == "nvme" and shard_size > 1 else 1
+
+
+def peak_gathered(numels: Sequence[int], reads: Reads, ahead: int) -> int:
+    """Most elements of parameters at once under stage 3: those of 1 + `ahead` units in a row."""
     peak = 0
     for units in reads:
         buckets = list(units.values())
-        for now, after in zip(buckets, [*buckets[1:], []], strict=True):
-            peak = max(peak, sum(numels[number] for number in {*now, *after}))
+        for at in range(len(buckets)):
+            there = {number for read in buckets[at : at + 1 + ahead] for number in read}
+            peak = max(peak, sum(numels[number] for number in there))
     return peak
 
 

@@ -18,7 +18,7 @@ from megads.parallel.pieces import TensorPiece
 from megads.zero.buckets import Bucket, ShardedModule
 from megads.zero.gather import ParamGatherer
 from megads.zero.grads import BucketReducer, GradientBuckets
-from megads.zero.memory import StateMemory, Usage
+from megads.zero.memory import StateMemory, Usage, units_ahead
 from megads.zero.shards import NO_OFFLOAD, Initialize, Offload, Shard, ShardMaker, shard_boxes
 from megads.zero.states import MASTER, StatePiece
 
@@ -60,7 +60,8 @@ class ZeroOptimizer:
         self._gatherer: ParamGatherer | None = None
         if self.stage == 3:
             needs = [_buckets_by_unit(m, c, buckets) for c, m in enumerate(modules)]
-            self._gatherer = ParamGatherer(needs, mesh, self._fetch)
+            ahead = units_ahead(offload.kind, mesh.shard.size)
+            self._gatherer = ParamGatherer(needs, mesh, self._fetch, ahead)
         keeps = self.stage < 2
         self.gradients = GradientBuckets(
             [

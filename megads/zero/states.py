@@ -170,10 +170,12 @@ class FileStates:
             done += count
 
     def read(self, shard: int, kind: str, out: Tensor) -> Future[None] | None:
+        buffer = self._sets[0][kind]  # nobody streams while parameters are read
+
         def work() -> None:
             for part, piece in self._parts(shard, kind):
-                with piece.opened(write=False) as values:
-                    out[part].copy_(values)
+                self.move(buffer, in_pages(4 * piece.numel()), piece.offset, write=False)
+                out[part].copy_(buffer[: piece.numel()])
 
         return self._reader.submit(work)
 
@@ -208,15 +210,15 @@ class FileSlice(Stored):
     dtype = torch.float32
 
     def __init__(self, owner: FileStates, offset: int, numel: int) -> None:
-        self._owner, self._offset, self._numel = owner, offset, numel
+        self._owner, self.offset, self._numel = owner, offset, numel
 
     def numel(self) -> int:
         return self._numel
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
-        skipped = self._offset % PAGE
-        first, nbytes = self._offset - skipped, in_pages(skipped + 4 * self._numel)
+        skipped = self.offset % PAGE
+        first, nbytes = self.offset - skipped, in_pages(skipped + 4 * self._numel)
         buffer = _host_buffer(nbytes)
         self._owner.move(buffer, nbytes, first, write=False)
         yield buffer[skipped // 4 : skipped // 4 + self._numel]
