@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.cli.command import INTERRUPTED_STATUS
@@ -44,6 +45,7 @@ def _launch(config: Config, arguments: Sequence[str]) -> int:
     from megads.config.directories import make_directories
     from megads.config.validate import check
     from megads.launch.local import Work, handed_over, launch_local
+    from megads.launch.occupied import occupied
     from megads.launch.world import check_disk, check_fits, local_layout
 
     machine = this_machine()
@@ -54,8 +56,8 @@ def _launch(config: Config, arguments: Sequence[str]) -> int:
     check_disk(config, layout)
     logging.basicConfig(format="megads-train: %(message)s")
     logging.getLogger("megads.data").setLevel(logging.INFO)
-    check_data(config)
-    with handed_over(config) as words:
+    with occupied(Path(config.run.dir)), handed_over(config) as words:
+        check_data(config)
         workers = Work("megads.cli.train_worker:work", preload="megads.train.loop")
         return launch_local(config, layout.world_size, workers, words)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +13,10 @@ from typing import NoReturn
 from megads.errors import FINISHED_STATUS, HangError
 from megads.launch.env import Started, rank_info, started
 from megads.launch.worker import end_with, failed, finished, leave
+
+LEAVING_RUN_SHARE = 0.25
+"""Of `launch.timeout_s`: how long the run that this one replaces may take to leave `run.dir`. A
+file system on the network may notice only after a minute or two that a node has died."""
 
 
 def work(arguments: Sequence[str]) -> NoReturn:
@@ -33,6 +38,7 @@ def _train(arguments: Sequence[str], place: Started) -> int:
     from megads.config.validate import check
     from megads.launch.activity import Activity, activity_file
     from megads.launch.local import received
+    from megads.launch.occupied import occupied
     from megads.launch.watchdog import OWN_SHARE, WAITING_SHARE, Watchdog
 
     config = received(arguments)
@@ -44,10 +50,13 @@ def _train(arguments: Sequence[str], place: Started) -> int:
     assert info is not None
     check(config, info.world_size)
     make_directories(config)
-    activity = Activity(activity_file(Path(config.run.dir), place.rank), place.rank)
-    limit_s = config.launch.timeout_s
+    run_dir, limit_s = Path(config.run.dir), config.launch.timeout_s
     deadline = place.job_started + (config.launch.stop_after or math.inf)
-    with Watchdog(activity, OWN_SHARE * limit_s, partial(_hung, place)):
+    with ExitStack() as ending:
+        if place.launcher_pid is None and place.rank == 0:  # else the launcher did
+            ending.enter_context(occupied(run_dir, wait_s=LEAVING_RUN_SHARE * limit_s))
+        activity = Activity(activity_file(run_dir, place.rank), place.rank)
+        ending.enter_context(Watchdog(activity, OWN_SHARE * limit_s, partial(_hung, place)))
         from megads.parallel.start import start_process_group, stop_process_group
         from megads.train.loop import train
 

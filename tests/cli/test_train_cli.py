@@ -213,6 +213,22 @@ def _until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> Non
         time.sleep(0.01)
 
 
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    """By the launcher, and by the first rank where there is another launcher."""
+    endless = ["train.steps=100000", "launch.timeout_s=20"]
+    process = _start(tmp_path, *endless, "parallel=tp2pp2")
+    _until(process, (tmp_path / "run/metrics.jsonl").exists)
+    named = f"run.dir=run: process {process.pid} on "
+    done = _run(tmp_path, *TINY, *endless)
+    assert done.returncode == 2 and named in done.stderr, done.stderr
+    arguments = ["-m", "megads.cli.train", *TINY, "parallel=dp2", *endless]
+    done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
+    assert done.returncode == 1 and named in done.stderr, done.stderr
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3 and "is saved" in output, output
+
+
 def test_stopped_by_signals_resumed_and_finished(tmp_path: Path) -> None:
     """One worker is told to stop; then the launcher, before it has workers; then time is up."""
     endless = ["parallel=dp2", "train.steps=100000"]
