@@ -1,13 +1,13 @@
 """What wandb and TensorBoard cost a run, with and without a network, beside a run without them.
 
-    python scripts/bench/loggers.py --rounds 5 --steps 300 --out loggers.json [SETTING...]
+    python scripts/bench/loggers.py --rounds 25 --seconds 6 --out loggers.json [SETTING...]
 
-Whole runs of megads-train on the demo model, one of each kind in every round, in turn, so that a
-slow minute of the machine is everybody's. Seconds per step are those between two lines of
-metrics.jsonl, seen from outside: from the first line to the last one, which includes that a logger
-starts, and from a third of the steps on. The CPU seconds of all of the job's processes beside them
-are what a busy machine disturbs least. Each run is compared with that without loggers in its round,
-and the median of these ratios counts.
+One run of megads-train of each kind on the demo model, all at the same time, but taking turns: all
+processes of all others are stopped while one goes on for some seconds. So what the machine does
+from minute to minute happens to everybody. Seconds per step are those between lines of
+metrics.jsonl, seen from outside, after the loggers have started; with them are the CPU seconds of
+all of the run's processes. Each turn is compared with that of the run without loggers in the same
+round, and the median of these ratios counts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import proc
 
-Times = dict[str, list[dict[str, float]]]
-POLL_S = 0.02
+POLL_S = 0.005
+STARTED = 40
+"""Lines after which a run has started its loggers, or has given up waiting for a server."""
 DEMO = ["model=gpt-tiny", "parallel=tp2pp2", "eval.every=0", "checkpoint.save_last=false"]
 BOTH = "logging.loggers=[wandb,tensorboard]"
 KINDS: dict[str, list[str]] = {
@@ -40,85 +43,128 @@ KINDS: dict[str, list[str]] = {
 """With `auto` the run is offline after three seconds; with `online` wandb goes on trying."""
 
 
-class Moment(NamedTuple):
-    """When a run had so many lines, and the CPU seconds its processes had used."""
+class Turn(NamedTuple):
+    """What one step took in a turn: seconds, and CPU seconds of all processes."""
 
-    lines: int
-    at: float
+    seconds: float
     cpu: float
 
 
-def seconds_per_step(words: Sequence[str], steps: int, server: str) -> dict[str, float]:
-    """One run, with its loggers' start and after it; raises if it does not end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder, "run/metrics.jsonl")
-        command = [sys.executable, "-m", "megads.cli.train", *DEMO, f"run.dir={folder}/run"]
-        command += [f"train.steps={steps}", "logging.every=1", *words]
-        environment = os.environ | {"WANDB_BASE_URL": server, "WANDB_API_KEY": "0" * 40}
-        seen: list[Moment] = []
-        with Path(folder, "log").open("w") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+class Job:
+    """A run that only goes on when it is its turn."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process, self._folder = process, folder
+
+    def send(self, number: signal.Signals) -> None:
+        """To all processes of the run."""
+        for pid in proc.family(self._process.pid):
             try:
-                while process.poll() is None:
-                    count = lines.read_bytes().count(b"\n") if lines.exists() else 0
-                    if len(seen) < 3 and count >= (1, steps / 3, steps)[len(seen)]:
-                        cpu = proc.cpu_seconds(proc.family(process.pid))
-                        seen.append(Moment(count, time.perf_counter(), cpu))
-                    time.sleep(POLL_S)
-            finally:
-                for pid in proc.family(process.pid) if process.poll() is None else ():
-                    proc.kill(pid)
-        if process.returncode or len(seen) < 3:
-            raise RuntimeError(Path(folder, "log").read_text()[-2000:])
-    first, third, last = seen
-    return {
-        "all": (last.at - first.at) / (last.lines - first.lines),
-        "later": (last.at - third.at) / (last.lines - third.lines),
-        "cpu": (last.cpu - first.cpu) / (last.lines - first.lines),
-        "cpu later": (last.cpu - third.cpu) / (last.lines - third.lines),
-    }
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def lines(self) -> int:
+        """How many steps have been logged; raises if the run has ended."""
+        if self._process.poll() is not None:
+            raise RuntimeError((self._folder / "log").read_text()[-2000:])
+        path = self._folder / "run/metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def turn(self, seconds: float) -> Turn:
+        """Go on for so long. The step in which it was stopped does not count."""
+        self.send(signal.SIGCONT)
+        try:
+            begun, end = self.lines(), time.perf_counter() + seconds
+            first = last = None
+            while time.perf_counter() < end:
+                count = self.lines()
+                if count > (last[0] if last else begun):
+                    cpu = proc.cpu_seconds(proc.family(self._process.pid))
+                    last = (count, time.perf_counter(), cpu)
+                    first = first or last
+                time.sleep(POLL_S)
+        finally:
+            self.send(signal.SIGSTOP)
+        if first is None or last is None or last[0] == first[0]:
+            raise RuntimeError("no two steps in a turn; make it longer")
+        steps = last[0] - first[0]
+        return Turn((last[1] - first[1]) / steps, (last[2] - first[2]) / steps)
 
 
-def measure(rounds: int, steps: int, words: Sequence[str]) -> Times:
-    """Seconds per step of every kind in every round."""
-    times: Times = {kind: [] for kind in KINDS}
-    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+@contextmanager
+def started(words: list[str], server: str) -> Iterator[Job]:
+    """A run that has started its loggers and is stopped; killed in the end."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "megads.cli.train", *DEMO, f"run.dir={folder}/run"]
+        command += ["train.steps=1000000", "logging.every=1", *words]
+        environment = os.environ | {"WANDB_BASE_URL": server, "WANDB_API_KEY": "0" * 40}
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        job = Job(process, folder)
+        try:
+            while job.lines() < STARTED:
+                time.sleep(POLL_S)
+            job.send(signal.SIGSTOP)
+            yield job
+        finally:
+            job.send(signal.SIGKILL)
+            process.wait()
+
+
+def measure(rounds: int, seconds: float, words: list[str]) -> dict[str, list[Turn]]:
+    """The turns of every kind, in every round in another order."""
+    turns: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
         server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        jobs = {
+            kind: stack.enter_context(started([*more, *words], server))
+            for kind, more in KINDS.items()
+        }
         for number in range(rounds):
             order = [*KINDS][number % len(KINDS) :] + [*KINDS][: number % len(KINDS)]
             for kind in order:
-                times[kind].append(seconds_per_step([*KINDS[kind], *words], steps, server))
-                shown = "  ".join(f"{name} {s:.4f}" for name, s in times[kind][-1].items())
-                print(f"round {number + 1}  {kind:22} {shown}", flush=True)
-    return times
+                turns[kind].append(jobs[kind].turn(seconds))
+            shown = "  ".join(f"{kind} {turns[kind][-1].seconds:.4f}" for kind in KINDS)
+            print(f"round {number + 1}  {shown}", flush=True)
+    return turns
 
 
-def ratios(times: Times, window: str) -> dict[str, float]:
-    """Median over the rounds of each kind's time to that of a run without loggers."""
-    none = [seconds[window] for seconds in times["none"]]
+def ratios(turns: dict[str, list[Turn]]) -> dict[str, Turn]:
+    """Median over the rounds of each kind's time and CPU time to those without loggers."""
     return {
-        kind: statistics.median(s[window] / n for s, n in zip(values, none, strict=True))
-        for kind, values in times.items()
+        kind: Turn(
+            *(
+                statistics.median(a[n] / b[n] for a, b in zip(values, turns["none"], strict=True))
+                for n in range(len(Turn._fields))
+            )
+        )
+        for kind, values in turns.items()
     }
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("words", nargs="*", help="more settings, as for megads-train")
     options = parser.parse_args()
-    times = measure(options.rounds, options.steps, options.words)
-    result = {window: ratios(times, window) for window in ("all", "later", "cpu", "cpu later")}
-    for kind in KINDS:
-        seconds = statistics.median(s["later"] for s in times[kind])
-        shares = "  ".join(f"{window} {ratio[kind]:.4f}" for window, ratio in result.items())
-        print(f"{kind:22} {seconds:.4f} s/step; to none: {shares}")
+    turns = measure(options.rounds, options.seconds, options.words)
+    result = ratios(turns)
+    for kind, ratio in result.items():
+        seconds = statistics.median(turn.seconds for turn in turns[kind])
+        print(f"{kind:22} {seconds:.4f} s/step; to none {ratio.seconds:.4f}, CPU {ratio.cpu:.4f}")
     if options.out:
-        facts = {"cores": os.cpu_count(), "steps": options.steps, "ratio": result}
-        options.out.write_text(json.dumps({**facts, "s_per_step": times}, indent=1) + "\n")
+        facts = {"cores": os.cpu_count(), "seconds": options.seconds}
+        shares = {kind: ratio._asdict() for kind, ratio in result.items()}
+        by_turn = {kind: [turn._asdict() for turn in values] for kind, values in turns.items()}
+        options.out.write_text(
+            json.dumps({**facts, "ratio": shares, "turns": by_turn}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
