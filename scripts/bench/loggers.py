@@ -1,13 +1,14 @@
 """What wandb and TensorBoard cost a run, with and without a network, beside a run without them.
 
-    python scripts/bench/loggers.py --rounds 25 --seconds 6 --out loggers.json [SETTING...]
+    python scripts/bench/loggers.py --launches 4 --rounds 6 --out loggers.json [SETTING...]
 
 One run of megads-train of each kind on the demo model, all at the same time, but taking turns: all
 processes of all others are stopped while one goes on for some seconds. So what the machine does
 from minute to minute happens to everybody. Seconds per step are those between lines of
 metrics.jsonl, seen from outside, after the loggers have started; with them are the CPU seconds of
 all of the run's processes. Each turn is compared with that of the run without loggers in the same
-round, and the median of these ratios counts.
+round. A run keeps the memory that it happened to get, which is worth some per cent: all are
+launched several times, and of the launches' medians the median counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import truediv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,7 +116,7 @@ def started(words: list[str], server: str) -> Iterator[Job]:
 
 
 def measure(rounds: int, seconds: float, words: list[str]) -> dict[str, list[Turn]]:
-    """The turns of every kind, in every round in another order."""
+    """The turns of every kind after one launch, in every round in another order."""
     turns: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
@@ -127,44 +129,52 @@ def measure(rounds: int, seconds: float, words: list[str]) -> dict[str, list[Tur
             order = [*KINDS][number % len(KINDS) :] + [*KINDS][: number % len(KINDS)]
             for kind in order:
                 turns[kind].append(jobs[kind].turn(seconds))
-            shown = "  ".join(f"{kind} {turns[kind][-1].seconds:.4f}" for kind in KINDS)
-            print(f"round {number + 1}  {shown}", flush=True)
     return turns
 
 
 def ratios(turns: dict[str, list[Turn]]) -> dict[str, Turn]:
     """Median over the rounds of each kind's time and CPU time to those without loggers."""
     return {
-        kind: Turn(
-            *(
-                statistics.median(a[n] / b[n] for a, b in zip(values, turns["none"], strict=True))
-                for n in range(len(Turn._fields))
-            )
-        )
-        for kind, values in turns.items()
+        kind: _median([Turn(*map(truediv, turn, none)) for turn, none in pairs])
+        for kind, pairs in ((k, zip(v, turns["none"], strict=True)) for k, v in turns.items())
     }
+
+
+def _median(turns: list[Turn]) -> Turn:
+    return Turn(*(statistics.median(values) for values in zip(*turns, strict=True)))
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--launches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6, help="after each launch")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("words", nargs="*", help="more settings, as for megads-train")
     options = parser.parse_args()
-    turns = measure(options.rounds, options.seconds, options.words)
-    result = ratios(turns)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    launches = []
+    for number in range(options.launches):
+        launches.append(measure(options.rounds, options.seconds, options.words))
+        shown = (f"{kind} {turn.seconds:.4f}" for kind, turn in ratios(launches[-1]).items())
+        print(f"launch {number + 1}, to none: ", "  ".join(shown), flush=True)
+    each = [ratios(turns) for turns in launches]
+    result = {kind: _median([ratio[kind] for ratio in each]) for kind in KINDS}
     for kind, ratio in result.items():
-        seconds = statistics.median(turn.seconds for turn in turns[kind])
+        seconds = _median([turn for turns in launches for turn in turns[kind]]).seconds
         print(f"{kind:22} {seconds:.4f} s/step; to none {ratio.seconds:.4f}, CPU {ratio.cpu:.4f}")
     if options.out:
-        facts = {"cores": os.cpu_count(), "seconds": options.seconds}
-        shares = {kind: ratio._asdict() for kind, ratio in result.items()}
-        by_turn = {kind: [turn._asdict() for turn in values] for kind, values in turns.items()}
-        options.out.write_text(
-            json.dumps({**facts, "ratio": shares, "turns": by_turn}, indent=1) + "\n"
-        )
+        facts = {
+            "cores": os.cpu_count(),
+            "seconds": options.seconds,
+            "ratio": {kind: ratio._asdict() for kind, ratio in result.items()},
+            "launches": [
+                {kind: [turn._asdict() for turn in values] for kind, values in turns.items()}
+                for turns in launches
+            ],
+        }
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
