@@ -1,11 +1,13 @@
 """What logging, timers and the watchdog cost of a step of the demo model, measured side by side.
 
-    python scripts/bench/overhead.py --steps 400 --out overhead.json
+    python scripts/bench/overhead.py --steps 2000 --out overhead.json
 
 One training run through the real workers: in every other step all of it is left out on all ranks
 (no phases, no report, no watchdog), so that whatever else the machine does meets both kinds alike.
-Seconds are those from the beginning of a step to that of the next one, on rank 0. Pairs of
-neighbouring steps are compared: the median of their differences is the overhead.
+Seconds are those from the beginning of a step to that of the next one, on rank 0, and beside them
+the CPU seconds of that rank, all threads together. Pairs of neighbouring steps are compared: the
+median of their differences is the overhead, given with the interval that holds the true median with
+95 % confidence.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -46,12 +49,12 @@ def work(arguments: Sequence[str]) -> None:
         "end": lambda self: Durations({"data": 0.0}, {}),
     }
     step, report, look, place = StepTimer.step, loop._report, Watchdog._look, started()
-    begun: list[float] = []
+    begun: list[tuple[float, float]] = []
     is_bare = False
 
     def timed_step(self: StepTimer, number: int) -> Any:
         nonlocal is_bare
-        begun.append(time.perf_counter())
+        begun.append((time.perf_counter(), time.process_time()))
         is_bare = number % 2 == 0
         for name, method in (bare if is_bare else full).items():
             setattr(Phases, name, method)
@@ -72,8 +75,8 @@ def work(arguments: Sequence[str]) -> None:
     train_worker.work(arguments)
 
 
-def measure(steps: int, words: Sequence[str]) -> dict[str, float | int]:
-    """One run; seconds of the two kinds of steps and what the full ones cost more."""
+def measure(steps: int, words: Sequence[str]) -> dict[str, Any]:
+    """One run: what the full steps cost more than the bare ones, in seconds and CPU seconds."""
     from megads.config.compose import compose
     from megads.launch.local import Work, handed_over, launch_local
 
@@ -85,31 +88,32 @@ def measure(steps: int, words: Sequence[str]) -> dict[str, float | int]:
         with handed_over(config) as arguments:
             launch_local(config, 4, Work("overhead:work", "megads.train.loop"), arguments)
         begun = json.loads(Path(folder, TIMES).read_text())[WARMUP:]
+    time_s, cpu_s = (compare(clock) for clock in zip(*begun, strict=True))
+    return {"time": time_s, "cpu": cpu_s}
+
+
+def compare(begun: Sequence[float]) -> dict[str, Any]:
+    """Medians of the two kinds of steps, and of their differences as shares of a bare step."""
     seconds = [after - before for before, after in itertools.pairwise(begun)]
     # Step WARMUP + 1 is the first and an odd one, so full; the ones after it take turns.
     pairs = list(zip(seconds[::2], seconds[1::2], strict=False))
-    without = statistics.median(b for _, b in pairs)
-    extra = statistics.median(f - b for f, b in pairs)
+    bare = statistics.median(b for _, b in pairs)
+    shares = sorted((f - b) / bare for f, b in pairs)
+    reach = round(0.98 * math.sqrt(len(shares)))  # ranks of a median: binomial, 1.96 deviations
+    middle = len(shares) // 2
     return {
         "pairs": len(pairs),
         "full_s": statistics.median(f for f, _ in pairs),
-        "bare_s": without,
-        "overhead": extra / without,
-        "overhead_of_fastest_half": _fast_half(pairs),
+        "bare_s": bare,
+        "overhead": statistics.median(shares),
+        "interval": [shares[max(0, middle - reach)], shares[min(len(shares) - 1, middle + reach)]],
     }
-
-
-def _fast_half(pairs: Sequence[tuple[float, float]]) -> float:
-    """The same from the faster half of each kind, which the rest of the machine disturbed least."""
-    halves = [sorted(kind)[: max(1, len(pairs) // 2)] for kind in zip(*pairs, strict=True)]
-    full, bare = (statistics.fmean(half) for half in halves)
-    return full / bare - 1
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path)
     parser.add_argument("words", nargs="*", help="more settings, as for megads-train")
     options = parser.parse_args()
