@@ -40,6 +40,8 @@ def guarded(name: str, work: Callable[[], int]) -> int:
 def new_file(word: str) -> Path:
     """A file to write, in a folder that there is."""
     path = Path(word)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     return path

@@ -22,7 +22,7 @@ formats:
 examples:
   megads-convert llama-hf/ llama/ --to megads
 then
-  megads-train model=llama3-8b checkpoint.load=llama checkpoint.load_what=weights data.paths=a.txt
+  megads-train model=llama3-8b checkpoint.load=llama checkpoint.load_what=weights data.paths=docs
   megads-convert runs/mine mine-hf/ --to hf --check          logits equal those of transformers?
   megads-convert megatron-run/ mine/ --to megads --vocab-size 50257
   megads-convert runs/mine mine-megatron/ --to megatron-lm --tp 2 --pp 2
@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     words = "words of the vocabulary, for files that only know its padded number"
     add("--vocab-size", type=positive, metavar="N", help=words)
     add("--table", action="store_true", help="list every tensor, not those of one block only")
-    check = "compare the result with the source bit by bit, and logits with those of transformers"
+    check = (
+        "compare the result with the source bit by bit and, where transformers is installed, its "
+        "logits with those of transformers"
+    )
     add("--check", action="store_true", help=check)
     return parser

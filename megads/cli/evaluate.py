@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         for_programs, for_people = (tasks if options.tasks else _loss)(options)
+        print(for_programs if options.json else for_people, flush=True)
         if options.output:
             options.output.write_text(for_programs + "\n", encoding="utf-8")
-        print(for_programs if options.json else for_people)
         return 0
 
     return guarded("megads-eval", work)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """The command. Exit status: 0 done, 2 bad configuration, 3 stopped and saved, 1 otherwise."""
+    """The command. Exit status: 0 done, 2 bad configuration, 3 stopped and saved, 130 interrupted
+    before there were workers, 1 otherwise."""
     place = started()
     if place is None:
         try:

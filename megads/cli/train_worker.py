@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import FINISHED_STATUS, HangError
+from megads.errors import FINISHED_STATUS, ConfigError, HangError
 from megads.launch.env import Started, rank_info, started
 from megads.launch.worker import end_with, failed, finished, leave
 
@@ -38,7 +38,6 @@ def _train(arguments: Sequence[str], place: Started) -> int:
     from megads.config.validate import check
     from megads.launch.activity import Activity, activity_file
     from megads.launch.local import received
-    from megads.launch.occupied import occupied
     from megads.launch.watchdog import OWN_SHARE, WAITING_SHARE, Watchdog
 
     config = received(arguments)
@@ -52,19 +51,32 @@ def _train(arguments: Sequence[str], place: Started) -> int:
     make_directories(config)
     run_dir, limit_s = Path(config.run.dir), config.launch.timeout_s
     deadline = place.job_started + (config.launch.stop_after or math.inf)
-    with ExitStack() as ending:
-        if place.launcher_pid is None and place.rank == 0:  # else the launcher did
-            ending.enter_context(occupied(run_dir, wait_s=LEAVING_RUN_SHARE * limit_s))
-        activity = Activity(activity_file(run_dir, place.rank), place.rank)
-        ending.enter_context(Watchdog(activity, OWN_SHARE * limit_s, partial(_hung, place)))
+    activity = Activity(activity_file(run_dir, place.rank), place.rank)
+    with Watchdog(activity, OWN_SHARE * limit_s, partial(_hung, place)), ExitStack() as ending:
         from megads.parallel.start import start_process_group, stop_process_group
         from megads.train.loop import train
 
         start_process_group(info, timeout_s=WAITING_SHARE * limit_s)
+        if place.launcher_pid is None:  # else the launcher did
+            _keep_out_others(ending, run_dir, place.rank, LEAVING_RUN_SHARE * limit_s)
         status = train(config, info, activity, deadline)
         stop_process_group()
         activity.doing("finished" if status == FINISHED_STATUS else "stopped and saved")
     return status
+
+
+def _keep_out_others(ending: ExitStack, run_dir: Path, rank: int, wait_s: float) -> None:
+    """The first rank holds `run_dir` until `ending` ends; if it cannot, all raise. Collective."""
+    from megads.launch.occupied import occupied
+    from megads.parallel.start import all_raise
+
+    refusal = None
+    if rank == 0:
+        try:
+            ending.enter_context(occupied(run_dir, wait_s=wait_s))
+        except ConfigError as error:
+            refusal = error
+    all_raise(refusal)
 
 
 def _hung(place: Started, doing: str) -> NoReturn:

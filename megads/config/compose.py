@@ -287,7 +287,7 @@ def _session(args: argparse.Namespace) -> Iterator[_Session]:
 
 
 def _parse_args(arguments: list[str]) -> argparse.Namespace:
-    args, unknown = get_args_parser().parse_known_args(arguments)
+    args, unknown = get_args_parser().parse_known_intermixed_args(arguments)
     if unknown:
         raise ConfigError([explain_not_an_override(text) for text in unknown])
     return args

@@ -1,4 +1,4 @@
-"""The directories that a run writes to: looked at first, made and probed once all else is valid."""
+"""The directories of a run: looked at first; those it writes to are made once all else is valid."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def directory_problems(config: Config) -> Iterator[str]:
             yield f"{key}={directory}: {existing} is not writable"
 
 
+def load_problems(config: Config) -> Iterator[str]:
+    """What is to be loaded and is not there."""
+    load = config.checkpoint.load
+    if load is not None and not Path(load).is_dir():
+        yield f"checkpoint.load={load}: there is no such directory"
+
+
 def make_directories(config: Config) -> None:
     """Create `run.dir` and the directory of state files, and see that files can be written there.
 
@@ -42,7 +49,9 @@ def offload_directory(config: Config) -> Path:
 
 
 def _written(config: Config) -> Iterator[tuple[str, Path]]:
-    """Settings and the directories they name."""
+    """Settings and the directories they name, as far as they are for this machine."""
     yield "run.dir", Path(config.run.dir)
+    if config.launch.where == "slurm":  # the disks of the nodes are theirs
+        return
     if config.parallel.offload == "nvme" and config.parallel.offload_path is not None:
         yield "parallel.offload_path", offload_directory(config)

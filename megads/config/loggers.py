@@ -23,9 +23,15 @@ def logger_problems(config: Config) -> Iterator[str]:
                 f"logging.loggers={name}: there is no such logger, only {' and '.join(PACKAGES)} "
                 f"(metrics.jsonl is always written){did_you_mean(near(name, PACKAGES))}"
             )
-        elif not is_installed(PACKAGES[name]):
-            yield str(missing_extra(PACKAGES[name], f"logging.loggers={name}"))
+    yield from missing_packages(config)
     for setting in OF_WANDB if "wandb" not in logging.loggers else ():
         value = getattr(logging, setting)
         if value != LoggingConfig.model_fields[setting].default:
             yield f"logging.{setting}={value} is only read with logging.loggers=wandb"
+
+
+def missing_packages(config: Config) -> Iterator[str]:
+    """Loggers whose package is not installed here."""
+    for name in config.logging.loggers:
+        if name in PACKAGES and not is_installed(PACKAGES[name]):
+            yield str(missing_extra(PACKAGES[name], f"logging.loggers={name}"))

@@ -165,7 +165,8 @@ class DataConfig(Group):
     """files: token files, and texts tokenized beforehand. streaming: JSON lines, texts, Parquet
     files or `hf:NAME[:CONFIG][@SPLIT]`, read and tokenized while training."""
     paths: Paths = ()
-    """Prefixes of .bin/.idx pairs, or .txt/.jsonl files, which are tokenized into run.dir first."""
+    """Prefixes of .bin/.idx pairs, or texts (.txt, .jsonl, .json, .parquet, .gz, .zst), which are
+    tokenized into run.dir first."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each path in the blend; None: by size."""
     epochs: PerSource[PositiveFloat] = None
@@ -181,8 +182,8 @@ class DataConfig(Group):
     valid_names: Names = ()
     """What the sets are called in reports, in the order of their paths; (): after their files."""
     tokenizer: str = "byte"
-    """`byte`, or the path of a sentencepiece .model or a Hugging Face tokenizer.json, or of the
-    folder that holds one."""
+    """`byte`, `tiktoken:NAME`, or the path of a sentencepiece .model, a Hugging Face tokenizer.json
+    or a .tiktoken file, or of the folder that holds one."""
     append_eod: bool = True
     document_mask: bool = False
     """Attention and positions stay inside documents, and no document's last token is asked for the

@@ -7,11 +7,10 @@ single value are in the schema; what only the machine can tell (devices, memory)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from megads.config.bad_steps import bad_step_problems
 from megads.config.data_files import data_problems
-from megads.config.directories import directory_problems
+from megads.config.directories import directory_problems, load_problems
 from megads.config.loggers import logger_problems
 from megads.config.model import ModelConfig
 from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig, OptimConfig
@@ -273,8 +272,7 @@ def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:
         )
     if checkpoint.keep == 0 or checkpoint.keep < -1:
         yield f"checkpoint.keep={checkpoint.keep}: must be -1 (all) or 1 or more"
-    if checkpoint.load is not None and not Path(checkpoint.load).is_dir():
-        yield f"checkpoint.load={checkpoint.load}: there is no such directory"
+    yield from load_problems(config)
     if checkpoint.load is None and checkpoint.load_what != "all":
         yield (
             f"checkpoint.load_what={checkpoint.load_what} is only read with checkpoint.load, which "

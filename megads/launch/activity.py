@@ -87,11 +87,12 @@ class Activity:
 
     def refresh(self) -> None:
         """Bring the line up to date."""
-        if self._followed is not None:
-            name, where, waits = self._followed.current
+        followed = self._followed
+        if followed is not None:
+            name, where, waits = followed.current
             place = f" of chunk {where[0]}, microbatch {where[1]}" if where else ""
             self.what, self.is_own = f"{'waiting in ' * waits}{name}{place}", not waits
-            self.since = max(self._followed.changed_s, self._follows_since)
+            self.since = max(followed.changed_s, self._follows_since)
         self._write()
 
     def _write(self) -> None:

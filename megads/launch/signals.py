@@ -48,7 +48,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Name of the signal that arrived first, or that the time is up, for the log."""
+        """The signal that arrived first, or the setting whose time is up; None on other ranks."""
         if self._signal is not None:
             return self._signal.name
         is_late = self._deadline is not None and time.time() >= self._deadline

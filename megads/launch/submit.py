@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megads.config.data_files import data_problems
-from megads.config.directories import directory_problems
+from megads.config.directories import directory_problems, load_problems
+from megads.config.loggers import missing_packages
 from megads.config.schema import Config
 from megads.config.validate import validate
 from megads.errors import ConfigError
@@ -22,11 +23,12 @@ def check_job(config: Config, shape: JobShape) -> None:
     """Raise ConfigError for what shows before the job runs.
 
     What only the nodes have, memory and GPUs, does not. Where a container shows other files than
-    there are here, none are looked for.
+    there are here, neither files nor packages are looked for.
     """
     problems = validate(config, shape.world_size)
     if config.launch.slurm.container_image is not None:
         elsewhere = {*data_problems(config), *directory_problems(config)}
+        elsewhere |= {*load_problems(config), *missing_packages(config)}
         problems = [problem for problem in problems if problem not in elsewhere]
     if config.launch.submit and shutil.which("sbatch") is None:
         problems.append(

@@ -175,8 +175,13 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
-        """Handle HANDLED meanwhile. Only in the main thread."""
-        before = {number: signal.signal(number, self._handle) for number in HANDLED}
+        """Handle HANDLED meanwhile. Only in the main thread.
+
+        A hangup that is ignored, as under nohup, stays ignored.
+        """
+        spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        handled = [number for number in HANDLED if number not in spared]
+        before = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield self
         finally:

@@ -83,7 +83,8 @@ class Watchdog:
             return
         message = (
             f"no progress for {idle_s:.0f} s in step {activity.step}, {activity.what}; the stack "
-            f"of every thread is in the rank's file"
+            f"of every thread is in the rank's file. If this may take so long, raise "
+            f"launch.timeout_s, of which it is the share {OWN_SHARE}"
         )
         activity.dump("as it makes no progress")
         self._on_hang(message)

@@ -87,6 +87,15 @@ def meet(place: Place, *, timeout_s: float) -> dist.Store:
     return store
 
 
+def all_raise(error: Exception | None) -> None:
+    """Raise what the first rank gives, if it gives something, on every rank. Collective."""
+    said = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise said[0]
+
+
 def stop_process_group() -> None:
     """Leave in order: wait for all ranks, then destroy every group. Nothing when there is none.
 

@@ -67,7 +67,7 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     saved_at = state.step
     parts.timer.start()
     if not evaluated and not _evaluate(parts, stop):
-        return _stopped(parts, evaluated=False)
+        return _stopped(parts, stop, evaluated=False)
     while state.step < steps:
         with parts.timer.step(state.step + 1):
             result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
@@ -85,17 +85,18 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
             _save(parts)
             saved_at = state.step
         if stops and (state.step < steps or not evaluated):
-            return _stopped(parts, evaluated=evaluated)
+            return _stopped(parts, stop, evaluated=evaluated)
     if checkpoint.save_last and saved_at != state.step:
         _save(parts)
     _finish(parts)
     return FINISHED_STATUS
 
 
-def _stopped(parts: RunParts, *, evaluated: bool) -> int:
+def _stopped(parts: RunParts, stop: StopRequest, *, evaluated: bool) -> int:
     _finish(parts)
     later = "" if evaluated else "; its evaluation comes when the run goes on"
-    parts.metrics.note(f"stopped on request; step {parts.state.step} is saved{later}")
+    why = f" ({stop.reason})" if stop.reason else ""
+    parts.metrics.note(f"stopped on request{why}; step {parts.state.step} is saved{later}")
     return STOPPED_STATUS
 
 
@@ -190,7 +191,9 @@ def _write_config(parts: RunParts) -> None:
     path = Path(parts.config.run.dir) / "config.yaml"
     text = to_yaml(parts.config)
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        path.replace(path.with_name(f"config.before-step-{parts.state.step + 1}.yaml"))
+        kept = path.with_name(f"config.before-step-{parts.state.step + 1}.yaml")
+        if not kept.exists():  # else that start's own steps are made again now
+            path.replace(kept)
     temporary = path.with_suffix(".yaml.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -66,7 +66,7 @@ class Metrics:
         """Record one training step."""
         self._record(line)
         if self._display is not None:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):
                 self._display.step(line, total_steps)
 
     def evaluation(
@@ -92,7 +92,7 @@ class Metrics:
     def note(self, text: str) -> None:
         """Tell whoever watches; nobody may be left, and training goes on."""
         if self._display is not None:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # a pipe without a reader, a terminal that is gone
                 self._display.note(text)
 
     def close(self, status: int) -> None:
@@ -104,7 +104,8 @@ class Metrics:
             tracker.join(deadline)
         self._show_notes()
         if self._display is not None:
-            self._display.close()
+            with contextlib.suppress(OSError):
+                self._display.close()
         if self._lines is not None:
             self._lines.close(status)
 

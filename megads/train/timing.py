@@ -123,6 +123,8 @@ class StepTimer:
         mesh, folder = self._mesh, self._folder / f"step-{number}"
         rank = mesh.world.index
         folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("rank-*") if rank == 0 else ():  # maybe of more ranks than now
+            old.unlink()
         traced = rank in self._config.profile_ranks
         with _torch_profiler(folder / f"rank-{rank}.trace.json", mesh.device, active=traced):
             collectives.barrier(mesh.world)

@@ -105,10 +105,11 @@ class ZeroOptimizer:
         gathering = []
         for piece in self._states.stream():
             shard = self._shards[piece.shard]
-            for decays in (True, False):
-                self._update(shard, piece, lr, grad_divisor, decays=decays)
-            if shard.params is not None and not shard.is_master:
-                shard.params[piece.start : piece.stop].copy_(piece.tensors[MASTER])
+            with self.mesh.phases("optimizer"):  # from a slow disk, each piece is progress
+                for decays in (True, False):
+                    self._update(shard, piece, lr, grad_divisor, decays=decays)
+                if shard.params is not None and not shard.is_master:
+                    shard.params[piece.start : piece.stop].copy_(piece.tensors[MASTER])
             if piece.stop == shard.numel:
                 gathering.append(self._gather(shard))
         for handle in gathering:

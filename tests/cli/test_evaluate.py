@@ -90,6 +90,7 @@ def test_what_is_missing_is_named(
         (["run", "--steps", "x"], "--steps: invalid number value: 'x'"),
         (["--tasks", "x"], "required: run"),
         (["run", "--output", "no/where.json"], "there is no folder no"),
+        (["run", "--output", "/tmp"], "/tmp is a folder"),
     ],
 )
 def test_words_that_do_not_go_together(

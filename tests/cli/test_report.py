@@ -36,8 +36,9 @@ def test_what_cannot_be_reported(
     with pytest.raises(SystemExit, match="2"):
         main([str(run), "--output", str(tmp_path / "none" / "report.html")])
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
-    assert main([str(run), "--output", str(tmp_path)]) == 1
-    assert "Is a directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "--output", str(tmp_path)])
+    assert f"{tmp_path} is a folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main([str(run), *output]) == 2
     assert "the report needs the package plotly: pip install 'megads[report]'" in (

@@ -71,6 +71,9 @@ def test_a_file_wins_over_the_layout_of_the_same_name(tmp_path):
     (tmp_path / "parallel").mkdir()
     (tmp_path / "parallel" / "tp2.yaml").write_text("tp: 3\npp: 5\n")
     assert compose([f"--config-dir={tmp_path}", "parallel=tp2"]).parallel.pp == 5
+    words = ["optim.lr=0.5", "--config-dir", str(tmp_path), "parallel=tp2", "train.steps=7"]
+    config = compose(words)  # options may come between
+    assert (config.optim.lr, config.parallel.pp, config.train.steps) == (0.5, 5, 7)
     assert compose(["parallel=tp2"]).parallel.pp == 1
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from megads.launch.signals import StopRequest
+from megads.launch.supervisor import Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -38,3 +39,14 @@ def test_a_time_limit_is_a_request() -> None:
         assert stop.requested and stop.reason == "launch.stop_after"
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_under_nohup_the_end_of_the_session_is_none_of_the_run(is_ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with Signals().installed() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.take() == ([] if is_ignored else [signal.SIGHUP])
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -49,7 +49,7 @@ def test_what_cannot_run_is_not_submitted(sbatch) -> None:
 
 def test_files_in_a_container_are_not_looked_for(sbatch) -> None:
     sbatch("exit 0")
-    words = ["data.paths=/in/there/a.txt", "run.dir=/proc/nothing"]
+    words = ["data.paths=/in/there/a.txt", "run.dir=/proc/nothing", "checkpoint.load=/in/there/b"]
     inside = "launch.slurm.container_image=image"
     check_job(configured([*words, inside]), ONE)
     with pytest.raises(ConfigError, match=r"a\.txt"):
@@ -57,6 +57,23 @@ def test_files_in_a_container_are_not_looked_for(sbatch) -> None:
     with pytest.raises(ConfigError, match="num_attention_heads") as refused:
         check_job(configured([*words, inside, "parallel.tp=3"]), JobShape(1, 3, 3))
     assert "/in/there" not in str(refused.value)
+
+
+def test_packages_in_a_container_are_not_looked_for(
+    sbatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch("exit 0")
+    monkeypatch.setattr("megads.config.loggers.is_installed", lambda name: False)
+    words = ["logging.loggers=[wandb]"]
+    check_job(configured([*words, "launch.slurm.container_image=image"]), ONE)
+    with pytest.raises(ConfigError, match="wandb"):
+        check_job(configured(words), ONE)
+
+
+def test_the_disks_of_the_nodes_are_not_looked_for(sbatch) -> None:
+    sbatch("exit 0")
+    words = ["parallel.zero=3", "parallel.offload=nvme", "parallel.offload_path=/proc/nothing"]
+    check_job(configured(words), ONE)
 
 
 def test_submission(sbatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megads.models.flops import forward_flops, training_flops
+from megads.train.metrics import Metrics
 from megads.train.sinks import Line
 from tests import training
 from tests.distributed import Workers
@@ -281,3 +283,25 @@ def test_loss_is_the_mean_over_tokens_not_a_mean_of_means(
     means = [(losses.view_as(mask)[i] * mask[i]).sum() / mask[i].sum() for i in range(8)]
     of_means = torch.stack([m for m in means if m.isfinite()]).mean()
     assert abs(of_means - pooled) > 1e-3 and any(not m.isfinite() for m in means)
+
+
+def test_a_terminal_that_is_gone_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        def step(self, line: object, total_steps: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        def note(self, text: str) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        def close(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("megads.train.metrics.open_display", Gone)
+    metrics = Metrics(tmp_path)
+    metrics.note("going on")
+    metrics.step({"step": 1, "loss": 2.0}, 1)
+    metrics.evaluation(1, 2.0)
+    metrics.close(0)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2

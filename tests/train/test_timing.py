@@ -66,6 +66,9 @@ def test_a_run_reports_its_phases_and_profiles_steps(tmp_path: Path, workers: Wo
     ]
     tokens = write_tokens(tmp_path / "tokens")
     config = tiny_config(tmp_path / "run", tokens, "gpt", "parallel=pp2", *words)
+    # Of an earlier start, which had more ranks.
+    (tmp_path / "run/profile/step-3").mkdir(parents=True)
+    (tmp_path / "run/profile/step-3/rank-3.json").touch()
     lines = run_training(workers, config)
     for line in lines:
         phases = line["phases_s"]
