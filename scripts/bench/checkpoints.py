@@ -32,6 +32,7 @@ from megads.parallel.mesh import Axis
 from megads.parallel.pieces import TensorPiece
 
 HIDDEN = 1024
+SETTLE_S = 2.0
 MODEL = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 8}
 META: SaveMeta = {"model": ModelConfig.model_validate(MODEL), "layout": {}}
 Times = dict[str, list[float]]
@@ -89,31 +90,42 @@ def fsync_all(directory: Path) -> None:
                 os.fsync(file.fileno())
 
 
+def settle() -> None:
+    """Let the kernel finish what is left of the one before, such as giving back deleted blocks."""
+    os.sync()
+    time.sleep(SETTLE_S)
+
+
 def measure(state: dict[str, Tensor], place: Path, store: CheckpointStore, times: Times) -> None:
     """Everything once; files are new, and deleted by nobody while time is taken."""
     path: Path | None
     held, copy = pieces(state), {key: torch.empty_like(t) for key, t in state.items()}
     for tensor in copy.values():
         tensor.zero_()  # memory that is there, as that of a buffer used before
+    settle()
     with timed(times, "copy"):
         for key, tensor in state.items():
             copy[key].copy_(tensor)
     del copy
+    settle()
     with timed(times, "raw write + fsync"):
         raw_write(state, place / "raw")
     (place / "raw").unlink()
-
+    settle()
     with timed(times, "megads durable"):
         with timed(times, "megads blocked"):
             store.begin(1, held, state={}, meta=META)
         path = store.wait()
+    settle()
     with timed(times, "dcp durable"):
         with timed(times, "dcp blocked"):
             future = dcp.async_save(state, checkpoint_id=place / "dcp")
         future.result()  # type: ignore[union-attr]
         fsync_all(place / "dcp")
+    settle()
     with timed(times, "megads load"):
         store.load(1, held)
+    settle()
     with timed(times, "dcp load"):
         dcp.load(state, checkpoint_id=place / "dcp")
     shutil.rmtree(place / "dcp")
