@@ -8,7 +8,7 @@ from minute to minute happens to everybody. Seconds per step are those between l
 metrics.jsonl, seen from outside, after the loggers have started; with them are the CPU seconds of
 all of the run's processes. Each turn is compared with that of the run without loggers in the same
 round. A run keeps the memory that it happened to get, which is worth some per cent: all are
-launched several times, and of the launches' medians the median counts.
+launched several times, each time in another order, and of the launches' medians the median counts.
 """
 
 from __future__ import annotations
@@ -115,21 +115,28 @@ def started(words: list[str], server: str) -> Iterator[Job]:
             process.wait()
 
 
-def measure(rounds: int, seconds: float, words: list[str]) -> dict[str, list[Turn]]:
-    """The turns of every kind after one launch, in every round in another order."""
+def measure(first: int, rounds: int, seconds: float, words: list[str]) -> dict[str, list[Turn]]:
+    """The turns of every kind after one launch, in every round in another order.
+
+    `first`: number of the kind that is launched first.
+    """
     turns: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
         server = f"http://127.0.0.1:{silent.getsockname()[1]}"
         jobs = {
-            kind: stack.enter_context(started([*more, *words], server))
-            for kind, more in KINDS.items()
+            kind: stack.enter_context(started([*KINDS[kind], *words], server))
+            for kind in _kinds_from(first)
         }
         for number in range(rounds):
-            order = [*KINDS][number % len(KINDS) :] + [*KINDS][: number % len(KINDS)]
-            for kind in order:
+            for kind in _kinds_from(number):
                 turns[kind].append(jobs[kind].turn(seconds))
     return turns
+
+
+def _kinds_from(number: int) -> list[str]:
+    cut = number % len(KINDS)
+    return [*KINDS][cut:] + [*KINDS][:cut]
 
 
 def ratios(turns: dict[str, list[Turn]]) -> dict[str, Turn]:
@@ -156,7 +163,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     launches = []
     for number in range(options.launches):
-        launches.append(measure(options.rounds, options.seconds, options.words))
+        launches.append(measure(number, options.rounds, options.seconds, options.words))
         shown = (f"{kind} {turn.seconds:.4f}" for kind, turn in ratios(launches[-1]).items())
         print(f"launch {number + 1}, to none: ", "  ".join(shown), flush=True)
     each = [ratios(turns) for turns in launches]
