@@ -22,10 +22,14 @@ POLL_S = 0.2
 def occupied(run_dir: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Keep other runs out of `run_dir` meanwhile; however this process ends, they may come in.
 
-    `wait_s`: how long to wait for one that may just be leaving. Raises ConfigError if it stays. A
-    file system without locks keeps nobody out.
+    `wait_s`: how long to wait for one that may just be leaving. Raises ConfigError if it stays, or
+    if the file cannot be opened. A file system without locks keeps nobody out.
     """
-    file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    path = run_dir / LOCK
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:  # another user's, say
+        raise ConfigError(f"run.dir={run_dir}: {path}: {error.strerror}") from error
     try:
         deadline = time.monotonic() + wait_s
         while not _locked(file):

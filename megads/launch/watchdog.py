@@ -83,8 +83,8 @@ class Watchdog:
             return
         message = (
             f"no progress for {idle_s:.0f} s in step {activity.step}, {activity.what}; the stack "
-            f"of every thread is in the rank's file. If this may take so long, raise "
-            f"launch.timeout_s, of which it is the share {OWN_SHARE}"
+            f"of every thread is in the rank's file. Raise launch.timeout_s if this may take so "
+            f"long: the limit is {OWN_SHARE} of it"
         )
         activity.dump("as it makes no progress")
         self._on_hang(message)

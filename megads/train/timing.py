@@ -56,10 +56,12 @@ class StepTimer:
     def stop(self, doing: str | None = None) -> None:
         """Training has ended: what comes now may take its time; without a word for it, what was
         being done when an error came stays."""
-        if self._activity is not None and doing is None:
+        if self._activity is None:
+            return
+        if doing is None:
             self._activity.stay()
-        elif self._activity is not None:
-            self._activity.doing(doing or "")
+        else:
+            self._activity.doing(doing)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megads.errors import ConfigError
+from megads.launch.occupied import occupied
+
 TINY = [
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -213,20 +216,17 @@ def _until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> Non
         time.sleep(0.01)
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    """By the launcher, and by the first rank where there is another launcher."""
-    endless = ["train.steps=100000", "launch.timeout_s=20"]
-    process = _start(tmp_path, *endless, "parallel=tp2pp2")
-    _until(process, (tmp_path / "run/metrics.jsonl").exists)
-    named = f"run.dir=run: process {process.pid} on "
-    done = _run(tmp_path, *TINY, *endless)
-    assert done.returncode == 2 and named in done.stderr, done.stderr
-    arguments = ["-m", "megads.cli.train", *TINY, "parallel=dp2", *endless]
-    done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
-    assert done.returncode == 1 and named in done.stderr, done.stderr
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3 and "is saved" in output, output
+def test_a_directory_in_which_another_run_is_at_work_is_refused(tmp_path: Path) -> None:
+    """By the launcher at once, and by all ranks where there is another launcher."""
+    (tmp_path / "run").mkdir()
+    named = f"run.dir=run: process {os.getpid()} on "
+    with occupied(tmp_path / "run"):
+        done = _run(tmp_path, *TINY)
+        assert done.returncode == 2 and named in done.stderr, done.stderr
+        arguments = ["-m", "megads.cli.train", *TINY, "parallel=dp2", "launch.timeout_s=8"]
+        done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
+        assert done.returncode == 1 and named in done.stderr, done.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_stopped_by_signals_resumed_and_finished(tmp_path: Path) -> None:
@@ -237,6 +237,9 @@ def test_stopped_by_signals_resumed_and_finished(tmp_path: Path) -> None:
     _until(process, lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     second = re.search(r"\(process (\d+) on", (ranks / "rank-1.txt").read_text())
     assert second is not None
+    named = f"process {process.pid} on "
+    with pytest.raises(ConfigError, match=named), occupied(tmp_path / "run"):
+        pass
     os.kill(int(second[1]), signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output

@@ -81,3 +81,10 @@ def test_no_program_that_is_started_keeps_it(tmp_path: Path) -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    named = rf"run\.dir={tmp_path}: {tmp_path}/\.lock: Is a directory"
+    with pytest.raises(ConfigError, match=named), occupied(tmp_path):
+        pass
