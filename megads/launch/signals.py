@@ -25,15 +25,15 @@ class StopRequest:
 
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline
-        self._signal: signal.Signals | None = None
+        self._has_come = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
             outer = getattr(self._before[number], "__self__", None)
-            if isinstance(outer, StopRequest) and self._signal is None:
-                self._signal = outer._signal
+            if isinstance(outer, StopRequest) and outer._has_come:
+                self._has_come = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -44,16 +44,8 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether a signal to stop has arrived in this process, or its time is up."""
-        return self.reason is not None
-
-    @property
-    def reason(self) -> str | None:
-        """The signal that arrived first, or the setting whose time is up; None on other ranks."""
-        if self._signal is not None:
-            return self._signal.name
         is_late = self._deadline is not None and time.time() >= self._deadline
-        return "launch.stop_after" if is_late else None
+        return self._has_come or is_late
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None:
-            self._signal = signal.Signals(number)
+        self._has_come = True

@@ -67,7 +67,7 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
     saved_at = state.step
     parts.timer.start()
     if not evaluated and not _evaluate(parts, stop):
-        return _stopped(parts, stop, evaluated=False)
+        return _stopped(parts, evaluated=False)
     while state.step < steps:
         with parts.timer.step(state.step + 1):
             result = train_step(parts, stop_requested=stop.requested or must_stop(parts))
@@ -85,18 +85,17 @@ def _run(parts: RunParts, stop: StopRequest) -> int:
             _save(parts)
             saved_at = state.step
         if stops and (state.step < steps or not evaluated):
-            return _stopped(parts, stop, evaluated=evaluated)
+            return _stopped(parts, evaluated=evaluated)
     if checkpoint.save_last and saved_at != state.step:
         _save(parts)
     _finish(parts)
     return FINISHED_STATUS
 
 
-def _stopped(parts: RunParts, stop: StopRequest, *, evaluated: bool) -> int:
+def _stopped(parts: RunParts, *, evaluated: bool) -> int:
     _finish(parts)
     later = "" if evaluated else "; its evaluation comes when the run goes on"
-    why = f" ({stop.reason})" if stop.reason else ""
-    parts.metrics.note(f"stopped on request{why}; step {parts.state.step} is saved{later}")
+    parts.metrics.note(f"stopped on request; step {parts.state.step} is saved{later}")
     return STOPPED_STATUS
 
 

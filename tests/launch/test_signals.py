@@ -16,10 +16,11 @@ from megads.launch.supervisor import Signals
 def test_signal_is_remembered_and_handlers_are_put_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
-        assert not stop.requested and stop.reason is None
+        assert not stop.requested
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested and stop.reason == number.name
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one does no harm
+        assert stop.requested
     assert signal.getsignal(number) is before
 
 
@@ -27,7 +28,7 @@ def test_an_inner_request_knows_of_earlier_signals() -> None:
     with StopRequest():
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequest() as inner:
-            assert inner.requested and inner.reason == "SIGUSR1"
+            assert inner.requested
     with StopRequest() as later:
         assert not later.requested
 
@@ -36,9 +37,7 @@ def test_a_time_limit_is_a_request() -> None:
     with StopRequest(time.time() + 0.2) as stop:
         assert not stop.requested
         time.sleep(0.25)
-        assert stop.requested and stop.reason == "launch.stop_after"
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reason == "SIGTERM"
+        assert stop.requested
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
