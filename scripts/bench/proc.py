@@ -64,10 +64,10 @@ def reset_peak(pid: int) -> None:
         pass
 
 
-def kill(pid: int) -> None:
-    """End a process at once, if it still runs."""
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal to a process, if it still runs."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         pass
 

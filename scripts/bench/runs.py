@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def start_and_wait(
         finally:
             if process.poll() is None:
                 for pid in proc.family(process.pid):  # workers may sit in sessions of their own
-                    proc.kill(pid)
+                    proc.send(pid, signal.SIGKILL)
                 process.wait()
     run.rc, run.wall_s = rc, time.monotonic() - began
     if rc is None:
