@@ -102,6 +102,7 @@ def recomputed_flops(
 # known by all words of its name, so that a variant with another peak is unknown rather than wrong.
 _PEAKS: dict[tuple[str, ...], dict[str, float]] = {
     ("V100",): {"fp16": 125.0, "fp32": 15.7},
+    ("V100", "PCIE"): {"fp16": 112.0, "fp32": 14.0},
     ("T4",): {"fp16": 65.0, "fp32": 8.1},
     ("A100",): {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
     ("A800",): {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
@@ -120,7 +121,7 @@ _PEAKS: dict[tuple[str, ...], dict[str, float]] = {
     ("B200",): {"bf16": 2250.0, "fp16": 2250.0, "fp32": 75.0},
 }
 _SILENT_WORDS = re.compile(r"NVIDIA|TESLA|SXM\d*|HBM3E?|\d+GB?")
-_NEUTRAL_FORM_FACTOR = {"V100", "A100", "A800", "A40", "A30", "A10", "L4", "L40S", "T4"}
+_NEUTRAL_FORM_FACTOR = {"A100", "A800", "A40", "A30", "A10", "L4", "L40S", "T4"}
 
 
 def device_peak_tflops(device_name: str, precision: str) -> float | None:

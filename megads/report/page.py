@@ -29,7 +29,7 @@ POLICY = (
 def build_page(runs: Sequence[Run], plotly_js: str) -> str:
     """The whole page. `plotly_js`: the library's own script."""
     problems = [problem for run in runs for problem in run.problems]
-    profiles = [(r, p) for r in runs for p in read_profile(r.path, r.config, problems)]
+    profiles = [(r, p) for r in runs for p in read_profile(r.path, r.config_at, problems)]
     spans = [s for _, p in profiles for row in p.measured.rows.values() for s in row]
     colors = phase_colors([*phase_names(runs), *span_names(spans)])
     timelines = timeline_figures(profiles, colors)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -48,6 +49,11 @@ class Run:
     saved: int = 0
     doing: str = ""
     problems: Sequence[str] = ()
+
+    def config_at(self, step: int) -> Mapping[str, object]:
+        """The configuration that the step was made with."""
+        before = min((number for number in self.earlier if number > step), default=None)
+        return self.config if before is None else self.earlier[before]
 
     @property
     def reached(self) -> int:
@@ -110,7 +116,8 @@ def _read(name: str, path: Path) -> Run:
     steps, evaluations, repeated = _read_metrics(path / METRICS, problems)
     superseded = path / "metrics.superseded.jsonl"
     if superseded.is_file():
-        repeated += sum('"loss"' in line for line in _lines(superseded))
+        with _opened(superseded) as file:
+            repeated += sum('"loss"' in line for line in file)
     config: dict[str, object] = {}
     if (path / "config.yaml").is_file():
         config = _read_config(path / "config.yaml", problems)
@@ -132,9 +139,16 @@ def _read(name: str, path: Path) -> Run:
         config=config,
         earlier=earlier,
         saved=max(committed_steps(path / "checkpoints"), default=0),
-        doing=read_activity(activity_file(path, 0)) or "",
+        doing=_last_action(path),
         problems=tuple(problems),
     )
+
+
+def _last_action(path: Path) -> str:
+    """What rank 0 did last. A start that fails moves what its ranks did to a folder of its own."""
+    file = activity_file(path, 0)
+    kept = sorted((path / "failures").glob(f"*/{file.name}"), reverse=True)
+    return next((line for place in (file, *kept) if (line := read_activity(place))), "")
 
 
 def _read_metrics(path: Path, problems: list[str]) -> tuple[list[Line], list[Line], int]:
@@ -145,26 +159,26 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[list[Line], list[Lin
     steps: list[Line] = []
     evaluations: list[Line] = []
     repeated = unreadable = 0
-    for text in _lines(path):
-        line = _parse(text)
-        if line is None:
-            unreadable += text.endswith("\n")  # a last line without end is still being written
-            continue
-        kind = steps if "loss" in line else evaluations if "val_loss" in line else None
-        if kind is None:
-            continue
-        while kind and kind[-1]["step"] >= line["step"]:
-            kind.pop()
-            repeated += kind is steps
-        kind.append(line)
+    with _opened(path) as file:
+        for text in file:
+            line = _parse(text)
+            if line is None:
+                unreadable += text.endswith("\n")  # a last line without end is still being written
+                continue
+            kind = steps if "loss" in line else evaluations if "val_loss" in line else None
+            if kind is None:
+                continue
+            while kind and kind[-1]["step"] >= line["step"]:
+                kind.pop()
+                repeated += kind is steps
+            kind.append(line)
     if unreadable:
         problems.append(f"{path}: {unreadable} unreadable lines left out")
     return steps, evaluations, repeated
 
 
-def _lines(path: Path) -> list[str]:
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        return list(file)
+def _opened(path: Path) -> TextIO:
+    return path.open(encoding="utf-8", errors="replace", newline="\n")
 
 
 def _parse(text: str) -> Line | None:
@@ -172,7 +186,17 @@ def _parse(text: str) -> Line | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    # A long run has a million lines; each would hold copies of all names.
+    return _with_shared_keys(line)
+
+
+def _with_shared_keys(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        sys.intern(key): _with_shared_keys(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
 
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -79,9 +79,12 @@ class ProfiledStep:
 
 
 def read_profile(
-    run_dir: Path, config: Mapping[str, object], problems: list[str]
+    run_dir: Path, config_at: Callable[[int], Mapping[str, object]], problems: list[str]
 ) -> list[ProfiledStep]:
-    """Every profiled step at every position, in order; adds unreadable files to `problems`."""
+    """Every profiled step at every position, in order; adds unreadable files to `problems`.
+
+    `config_at`: the configuration of a step, by dotted key.
+    """
     rows: dict[tuple[int, int, int], dict[int, list[Span]]] = {}
     for path in sorted((run_dir / "profile").glob("step-*/rank-*.json")):
         if not re.fullmatch(r"rank-\d+\.json", path.name):  # traces of torch.profiler lie beside
@@ -94,7 +97,7 @@ def read_profile(
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{path}: left out: {type(error).__name__}: {error}")
     return [
-        _compared(key, Timeline(dict(sorted(stages.items()))), config)
+        _compared(key, Timeline(dict(sorted(stages.items()))), config_at(key[0]))
         for key, stages in sorted(rows.items())
     ]
 

@@ -10,7 +10,7 @@ from megads.report.runs import Run
 from megads.report.timeline import PASSES, ProfiledStep, Span, Timeline, span_names
 
 MAX_SPANS = 20_000
-"""Drawn of one timeline: the first ones."""
+"""Drawn of one timeline: passes, then what took longest."""
 MAX_LABELS = 600
 """Passes up to which each is labelled with its microbatch."""
 MAX_TIMELINES = 24
@@ -61,7 +61,8 @@ def _rows(timeline: Timeline, title: str, domain: list[float]) -> dict[str, Any]
 def _bars(timeline: Timeline, colors: Mapping[str, str], axis: str) -> list[dict[str, Any]]:
     """A trace for each phase: passes fill their row, other phases are thin and in front."""
     placed = [(stage, span) for stage, spans in timeline.rows.items() for span in spans]
-    placed = sorted(placed, key=lambda item: item[1].start)[:MAX_SPANS]
+    placed.sort(key=lambda item: (item[1].name not in PASSES, -item[1].seconds))
+    placed = sorted(placed[:MAX_SPANS], key=lambda item: item[1].start)
     labelled = sum(span.name in PASSES for _, span in placed) <= MAX_LABELS
     return [
         _trace(name, found, colors[name], axis)
@@ -125,6 +126,7 @@ def _caption(profile: ProfiledStep) -> str:
         "The bubble is the share of the stages' time, from the first pass to the last, that is in "
         "no pass; simulated passes take their stage's measured median, messages no time."
     )
-    if sum(map(len, profile.measured.rows.values())) > MAX_SPANS:
-        caption += f" Only the first {MAX_SPANS} spans are drawn."
+    spans = sum(map(len, profile.measured.rows.values()))
+    if spans > MAX_SPANS:
+        caption += f" The shortest {spans - MAX_SPANS} of {spans} spans are left out, passes last."
     return caption

@@ -99,9 +99,13 @@ def rank_figure(run: Run) -> Figure | None:
     if not timed or len(timed[-1][1]) == 1:
         return None
     count = len(timed[-1][1])
-    layout = _layout(run, count)
+    layout = _layout(run.config_at(timed[-1][0]), count)
     # After a change of layout the earlier ranks are others.
-    timed = [(step, _relative(times)) for step, times in timed if len(times) == count]
+    timed = [
+        (step, _relative(times))
+        for step, times in timed
+        if len(times) == count and _layout(run.config_at(step), count) == layout
+    ]
     columns = min(len(timed), MAX_COLUMNS)
     bounds = [len(timed) * i // columns for i in range(columns + 1)]
     groups = [timed[low:high] for low, high in pairwise(bounds)]
@@ -217,9 +221,9 @@ def _relative(times: list[float]) -> list[float]:
     return [time / middle if middle > 0 else 1.0 for time in times]
 
 
-def _layout(run: Run, world_size: int) -> ParallelLayout | None:
+def _layout(config: Mapping[str, object], world_size: int) -> ParallelLayout | None:
     """Where the ranks were, if the configuration's tp and pp fit their number."""
-    tp, pp = run.config.get("parallel.tp"), run.config.get("parallel.pp")
+    tp, pp = config.get("parallel.tp"), config.get("parallel.pp")
     if not isinstance(tp, int) or not isinstance(pp, int) or world_size % (tp * pp):
         return None
     return ParallelLayout(tp=tp, pp=pp, dp=world_size // (tp * pp))

@@ -130,6 +130,7 @@ def test_parts_add_up_and_grow_as_they_should():
         ("NVIDIA GH200 480GB", "bf16", 989.4),
         ("Tesla V100-SXM2-16GB", "fp16", 125.0),
         ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("Tesla V100-PCIE-32GB", "fp16", 112.0),
         ("Tesla T4", "fp16", 65.0),
         ("NVIDIA L40S", "bf16", 362.0),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),

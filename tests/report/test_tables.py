@@ -82,6 +82,22 @@ def test_a_run_may_have_got_further_than_its_last_line_of_a_step(tmp_path: Path)
     assert found["last action"].endswith(": finished") and " 200, since" in found["last action"]
 
 
+def test_what_a_run_that_failed_did_last(tmp_path: Path) -> None:
+    """Each failure has moved what the ranks did to a folder of its own."""
+    folder = write_run(tmp_path / "mine")
+    for when, step in (("2026-11-29-230000-000001", 40), ("2026-11-30-010000-000001", 80)):
+        activity = Activity(activity_file(folder, 0), 0)
+        activity.step = step
+        activity.doing("backward")
+        (folder / "failures" / when).parent.mkdir(exist_ok=True)
+        (folder / "ranks").rename(folder / "failures" / when)
+    (found,) = cells(read_runs([folder]))
+    assert "step 80, since" in found["last action"]
+    Activity(activity_file(folder, 0), 0)
+    (found,) = cells(read_runs([folder]))
+    assert found["last action"].endswith(": starting")
+
+
 def test_only_what_differs_is_listed(tmp_path: Path) -> None:
     values = [
         config(run__dir="runs/a"),

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
+from megads.report import timeline_figure
 from megads.report.figures import Figure, phase_colors
 from megads.report.runs import Run, flatten, read_runs
-from megads.report.timeline import ProfiledStep, read_profile
+from megads.report.timeline import PASSES, ProfiledStep, read_profile
 from megads.report.timeline_figure import MAX_TIMELINES, timeline_figures
 from tests.report.made_up import config, write_profile, write_run
 
 
 def profile(folder: Path, **changes: Any) -> tuple[list[ProfiledStep], list[str]]:
     problems: list[str] = []
-    return read_profile(folder, flatten(config(**changes)), problems), problems
+    return read_profile(folder, lambda step: flatten(config(**changes)), problems), problems
 
 
 def figures(profiles: list[tuple[Run, ProfiledStep]]) -> list[Figure]:
@@ -149,7 +150,7 @@ def test_files_that_cannot_be_read_are_told_of(tmp_path: Path) -> None:
 def test_a_figure_draws_every_span_where_it_was(tmp_path: Path) -> None:
     write_profile(tmp_path, chunks=2, microbatches=2)
     run = read_runs([write_run(tmp_path, steps=1, values=config(parallel__chunks=2))])[0]
-    (found,) = read_profile(tmp_path, run.config, [])
+    (found,) = read_profile(tmp_path, run.config_at, [])
     (figure,) = figures([(run, found)])
     drawn = {
         (trace["yaxis"], trace["name"], stage, base, width)
@@ -170,11 +171,52 @@ def test_a_figure_draws_every_span_where_it_was(tmp_path: Path) -> None:
     assert figure.caption.index("Measured") < figure.caption.index("Simulated")
 
 
+def test_of_too_many_spans_the_shortest_are_left_out_and_passes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 passes and more than three others."""
+    write_profile(tmp_path)
+    run = read_runs([write_run(tmp_path, steps=1)])[0]
+    (found,) = read_profile(tmp_path, run.config_at, [])
+    others = [s for row in found.measured.rows.values() for s in row if s.name not in PASSES]
+    longest = sorted((s.seconds for s in others), reverse=True)[:3]
+    monkeypatch.setattr(timeline_figure, "MAX_SPANS", 19)
+    (figure,) = figures([(run, found)])
+    drawn = [
+        (trace["name"], seconds)
+        for trace in figure.traces
+        if trace["yaxis"] == "y"
+        for seconds in trace["x"]
+    ]
+    assert sum(name in PASSES for name, _ in drawn) == 16
+    assert sorted((s for name, s in drawn if name not in PASSES), reverse=True) == pytest.approx(
+        [1000 * s for s in longest], abs=1e-3
+    )
+    left_out = len(others) - 3
+    assert f"The shortest {left_out} of {16 + len(others)} spans are left out" in figure.caption
+
+
+def test_a_step_is_compared_with_the_schedule_it_had(tmp_path: Path) -> None:
+    write_profile(tmp_path, 5, pp=4, schedule="gpipe")
+    write_profile(tmp_path, 12)
+    folder = write_run(tmp_path, steps=1)
+    before = config(parallel__pp=4, parallel__schedule="gpipe")
+    (folder / "config.before-step-12.yaml").write_text(json.dumps(before))
+    run = read_runs([folder])[0]
+    first, second = read_profile(tmp_path, run.config_at, [])
+    for found, pp in ((first, 4), (second, 2)):
+        assert found.simulated is not None and len(found.simulated.rows) == pp
+        assert found.simulated.bubble == pytest.approx(found.measured.bubble)
+    # All forwards come first in gpipe, which the newest schedule would not have.
+    assert first.simulated is not None
+    assert [s.name for s in first.simulated.rows[3]] == ["forward"] * 4 + ["backward"] * 4
+
+
 def test_the_page_holds_so_many_timelines_and_all_first_positions(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path, steps=1)])[0]
     for step in range(1, 5):
         write_profile(tmp_path, step, tp=8, microbatches=1)
-    profiles = [(run, p) for p in read_profile(tmp_path, run.config, [])]
+    profiles = [(run, p) for p in read_profile(tmp_path, run.config_at, [])]
     titles = [f.title for f in figures(profiles)]
     assert len(profiles) == 32 and len(titles) == MAX_TIMELINES
     assert titles[:4] == [f"{run.name}, step {step}, dp 0, tp 0" for step in range(1, 5)]

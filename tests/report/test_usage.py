@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from megads.report.figures import Figure, phase_colors
-from megads.report.runs import Run, read_runs
+from megads.report.runs import Run, flatten, read_runs
 from megads.report.usage import (
     MAX_AREA_POINTS,
     MAX_COLUMNS,
@@ -110,6 +111,17 @@ def test_ranks_are_relative_to_the_median_of_their_step(tmp_path: Path) -> None:
         "rank 3: pp1 dp0 tp1",
     ]
     assert heat["z"] == [[t[r] / median(t) for t in times] for r in range(4)]
+
+
+def test_ranks_of_an_earlier_layout_are_others(tmp_path: Path) -> None:
+    lines = [{"step": s, "loss": 1.0, "rank_times_s": [1.0, 1.0, 2.0, 1.0]} for s in range(1, 9)]
+    run = run_of(tmp_path / "a", lines, parallel__tp=2, parallel__pp=2)
+    earlier = {6: flatten(config(parallel__tp=1, parallel__pp=2))}
+    found = rank_figure(replace(run, earlier=earlier))
+    assert found is not None and found.traces[0]["x"] == [6, 7, 8]
+    found = rank_figure(replace(run, earlier={12: earlier[6]}))  # nothing came after that start
+    assert found is not None and found.traces[0]["y"][1] == "rank 1: pp0 dp1 tp0"
+    assert len(found.traces[0]["x"]) == 8
 
 
 def test_many_ranks_and_steps_are_bounded_and_the_slow_one_is_there(tmp_path: Path) -> None:
