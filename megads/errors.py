@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 FINISHED_STATUS = 0
 STOPPED_STATUS = 3
 """Exit status of a run that a signal stopped, once it has saved."""
+Teller = Literal["rank", "machine", "job"]
+
+
+@contextmanager
+def told_by(teller: Teller) -> Iterator[None]:
+    """Errors that are raised in it are met by all ranks of a machine, or of the job, alike."""
+    try:
+        yield
+    except MegadsError as error:
+        error.told_by = teller
+        raise
 
 
 class MegadsError(Exception):
     """Base of every error whose message is written for the user; no traceback is needed.
 
-    `may_pass`: starting the job again may help.
+    `may_pass`: starting the job again may help. `told_by`: who tells of it in a job whose launcher
+    does not: every rank that meets it, or, where all do alike, the first of each machine or of all.
     """
 
     exit_status = 1
     may_pass = False
+    told_by: Teller = "rank"
 
 
 class ConfigError(MegadsError):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import FINISHED_STATUS, ConfigError, HangError
+from megads.errors import FINISHED_STATUS, ConfigError, HangError, told_by
 from megads.launch.env import Started, rank_info, started
 from megads.launch.worker import end_with, failed, finished, leave
 
@@ -44,21 +44,24 @@ def _train(arguments: Sequence[str], place: Started) -> int:
     if config is None:
         from megads.config.compose import compose
 
-        config = compose(arguments)
+        with told_by("job"):
+            config = compose(arguments)
     info = rank_info(config.launch.backend)
     assert info is not None
     check(config, info.world_size)
     make_directories(config)
     run_dir, limit_s = Path(config.run.dir), config.launch.timeout_s
     deadline = place.job_started + (config.launch.stop_after or math.inf)
-    activity = Activity(activity_file(run_dir, place.rank), place.rank)
+    is_guest = place.launcher_pid is None  # until run_dir is ours; our own launcher has made it so
+    activity = Activity(activity_file(run_dir, place.rank), place.rank, is_guest=is_guest)
     with Watchdog(activity, OWN_SHARE * limit_s, partial(_hung, place)), ExitStack() as ending:
         from megads.parallel.start import start_process_group, stop_process_group
         from megads.train.loop import train
 
         start_process_group(info, timeout_s=WAITING_SHARE * limit_s)
-        if place.launcher_pid is None:  # else the launcher did
+        if is_guest:
             _keep_out_others(ending, run_dir, place.rank, LEAVING_RUN_SHARE * limit_s)
+            activity.take_place()
         status = train(config, info, activity, deadline)
         stop_process_group()
         activity.doing("finished" if status == FINISHED_STATUS else "stopped and saved")
@@ -76,7 +79,8 @@ def _keep_out_others(ending: ExitStack, run_dir: Path, rank: int, wait_s: float)
             ending.enter_context(occupied(run_dir, wait_s=wait_s))
         except ConfigError as error:
             refusal = error
-    all_raise(refusal)
+    with told_by("job"):
+        all_raise(refusal)
 
 
 def _hung(place: Started, doing: str) -> NoReturn:

@@ -14,8 +14,11 @@ PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 OF_WANDB = ("wandb_project", "wandb_entity", "wandb_name", "wandb_mode")
 
 
-def logger_problems(config: Config) -> Iterator[str]:
-    """Loggers that do not exist or lack their package, and settings that none of them reads."""
+def logger_problems(config: Config, world_size: int | None) -> Iterator[str]:
+    """Loggers that do not exist or lack their package, and settings that nothing reads.
+
+    `world_size`: None if it is not known yet.
+    """
     logging = config.logging
     for name in logging.loggers:
         if name not in PACKAGES:
@@ -28,6 +31,17 @@ def logger_problems(config: Config) -> Iterator[str]:
         value = getattr(logging, setting)
         if value != LoggingConfig.model_fields[setting].default:
             yield f"logging.{setting}={value} is only read with logging.loggers=wandb"
+    yield from _profile(config, world_size)
+
+
+def _profile(config: Config, world_size: int | None) -> Iterator[str]:
+    steps, ranks = config.logging.profile_steps, config.logging.profile_ranks
+    if ranks and not steps:
+        yield f"logging.profile_ranks={list(ranks)} is only read with logging.profile_steps"
+    if late := [step for step in steps if step > config.train.steps]:
+        yield f"logging.profile_steps={late}: the run ends at train.steps={config.train.steps}"
+    if world_size is not None and (absent := [rank for rank in ranks if rank >= world_size]):
+        yield f"logging.profile_ranks={absent}: the last rank is {world_size - 1}"
 
 
 def missing_packages(config: Config) -> Iterator[str]:

@@ -16,7 +16,7 @@ from megads.config.model import ModelConfig
 from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig, OptimConfig
 from megads.config.stages import stage_problems
 from megads.config.streams import is_streamed, setting_problems
-from megads.errors import ConfigError, LayoutError
+from megads.errors import ConfigError, LayoutError, told_by
 from megads.parallel.layout import ParallelLayout
 
 SETTINGS_OF = {"adamw": ("betas", "eps"), "sgd": ("momentum",)}
@@ -28,6 +28,10 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
 
     Without a world size the layout's own is taken, with dp 1 where it is not given.
     """
+    return _of_settings(config, world_size) + _of_files(config)
+
+
+def _of_settings(config: Config, world_size: int | None) -> list[str]:
     problems = list(_world(config, world_size))
     problems += _tensor_parallel(config)
     problems += _pipeline(config)
@@ -39,19 +43,23 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _optimizer(config)
     problems += _evaluation_and_checkpoints(config)
     problems += bad_step_problems(config)
-    problems += logger_problems(config)
-    problems += directory_problems(config)
-    problems += data_problems(config)
+    problems += logger_problems(config, world_size)
     problems += setting_problems(config, dp)
     problems += _data_order(config)
     return problems
 
 
+def _of_files(config: Config) -> list[str]:
+    """What another machine may not find."""
+    return [*directory_problems(config), *data_problems(config)]
+
+
 def check(config: Config, world_size: int | None = None) -> None:
     """Raise ConfigError with all problems that `validate` finds."""
-    problems = validate(config, world_size)
-    if problems:
-        raise ConfigError(problems)
+    settings, files = _of_settings(config, world_size), _of_files(config)
+    if settings or files:
+        with told_by("machine" if files else "job"):
+            raise ConfigError(settings + files)
 
 
 def resolve_layout(config: Config, world_size: int | None = None) -> ParallelLayout:

@@ -45,30 +45,37 @@ class Activity:
 
     A step has hundreds of actions. Telling of each would slow it down, so what is done in training
     is looked up by a thread now and then, and when something happens. Raises ConfigError when the
-    file cannot be made.
+    file cannot be made. With `is_guest` another process may have the file: `rank-N.starting.txt` is
+    written until `take_place`.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, *, is_guest: bool = False) -> None:
         self.rank, self.step = rank, 0
+        self._path = path
         self.what, self.since, self.is_own = "", 0.0, False
         self._followed: Doing | None = None
         self._clocks_s = time.time() - time.monotonic()
         try:
-            self._open(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_guest:
+                _make_room(path)
+            self._open(_guest_file(path) if is_guest else path)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
         self._who = f"rank {rank} (process {os.getpid()} on {socket.gethostname()[:64]})"
         self.doing("starting")
 
     def _open(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(path.with_suffix(".previous.txt"))
         # Written, not only sized: who writes to memory on a file that has no room is killed.
         path.write_bytes(b" " * LINE_BYTES)
         with path.open("r+b") as file:
             self._line = mmap.mmap(file.fileno(), LINE_BYTES)
         self._stacks = path.open("ab", buffering=0)
+
+    def take_place(self) -> None:
+        """Stop being a guest: nobody else has the file."""
+        _make_room(self._path)
+        _guest_file(self._path).replace(self._path)
 
     def doing(self, what: str) -> None:
         """The process does this, and nobody minds how long it takes."""
@@ -128,6 +135,16 @@ class Activity:
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
+
+
+def _guest_file(path: Path) -> Path:
+    return path.with_suffix(".starting.txt")
+
+
+def _make_room(path: Path) -> None:
+    """Keep the file of the start before this one beside it."""
+    if path.exists():
+        path.replace(path.with_suffix(".previous.txt"))
 
 
 def read_activity(path: Path) -> str | None:

@@ -32,7 +32,8 @@ class RankInfo:
     """One process's place in the job, and where to meet the others.
 
     `node` is the index of the machine; `device` is "cpu" or "cuda:i"; `how` says who started the
-    process, `job` what for: the same for all processes of a job.
+    process, `job` what for: the same for all processes of a job. `may_restart`: the launcher may
+    start them all again.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class RankInfo:
     master_port: int
     how: Launcher
     job: str = "a job"
+    may_restart: bool = False
 
     @property
     def init_method(self) -> str:
@@ -209,6 +211,7 @@ def _from_torchrun(environ: Mapping[str, str], backend: BackendChoice) -> RankIn
         master_port=int(environ["MASTER_PORT"]),
         how="torchrun" if LAUNCHER_PID not in environ else "local",
         job=f"job {environ.get('TORCHELASTIC_RUN_ID') or environ.get(LAUNCHER_PID, '')}".strip(),
+        may_restart=int(environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0,
     )
 
 

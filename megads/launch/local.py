@@ -26,7 +26,7 @@ from megads.launch.world import usable_gpus
 
 _log = logging.getLogger(__name__)
 RESOLVED = "--resolved-config="
-STOPPED_EARLY = "stopped by a signal before anything could be saved"
+KILLED = "killed by the second Ctrl-C; what was saved before is there"
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class _Job:
 
     def _unfinished(self, status: int) -> str:
         """The supervisor's own end: it was killed, or could not even start."""
-        if self.asked_to_stop:
-            return STOPPED_EARLY
+        if self.interrupts >= 2:
+            return KILLED
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed; see above"
         return self._kept(f"the process that watches over the workers {how}")
 
@@ -145,12 +145,10 @@ class _Job:
         first = first_failure(failures)
         if first.status == STOPPED_STATUS:
             return STOPPED_STATUS
-        if self.asked_to_stop and first.status < 0:
-            raise _Failure(STOPPED_EARLY)
-        text = _explain(first, failures)
-        failure = _Failure(text if first.status == 2 else self._kept(text))
-        failure.exit_status = first.status if first.status in (1, 2) else 1
-        failure.is_final = first.final or first.status == 2
+        text, refused = _explain(first, failures), _refused(first)
+        failure = _Failure(text if refused else self._kept(text))
+        failure.exit_status = 2 if refused else 1
+        failure.is_final = first.final or refused
         raise failure
 
     def _kept(self, text: str) -> str:
@@ -205,6 +203,11 @@ def first_failure(ends: Sequence[WorkerEnd]) -> WorkerEnd:
     return min(ends, key=order)
 
 
+def _refused(end: WorkerEnd) -> bool:
+    """Whether the worker says that what it was told to do cannot be done."""
+    return end.status == 2 and end.message is not None
+
+
 def _explain(first: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
     """The first failing rank's own words, then one line on how it ended and what that took down."""
     lines = [] if first.message is None else [first.message]
@@ -212,15 +215,15 @@ def _explain(first: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
         name = signal.Signals(-first.status).name
         reason = " (out of memory, or killed by a user)" if name == "SIGKILL" else ""
         lines.append(f"rank {first.rank} was ended by {name}{reason}")
-    elif first.status != 2:
+    elif not _refused(first):
         silent = "" if lines else " and did not say why"
         lines.append(f"rank {first.rank} failed with exit status {first.status}{silent}")
     others = [end for end in ends if end is not first]
     failed = [end.rank for end in others if not end.told_to_leave]
     stayed = [end.rank for end in others if end.told_to_leave and end.status == -signal.SIGKILL]
-    if failed and first.status != 2:
+    if failed and not _refused(first):
         lines[-1] += f"; {_ranks(failed)} failed after it"
-    if stayed and first.status != 2:
+    if stayed and not _refused(first):
         lines[-1] += f"; {_ranks(stayed)} did not leave when told to, and had to be killed"
     return "\n".join(lines)
 

@@ -92,6 +92,7 @@ def render(
     lines = [
         "#!/bin/bash",
         "# Written by megads-train launch=slurm; sbatch with this file submits the run again.",
+        f"# What SLURM writes needs its folder: mkdir -p {shlex.quote(config.run.dir)}",
         *(f"#SBATCH {option}" for option in _options(config, shape)),
         f"srun_options=({' '.join(_container(config.launch.slurm))})",
         *_preparations(config, programs),
@@ -117,6 +118,8 @@ def job_arguments(config: Config, shape: JobShape, arguments: Sequence[str]) -> 
     said = {"launch.max_restarts": restarts} if config.launch.max_restarts else {}
     if shape.gpus_per_node == 0:
         said["launch.backend"] = "launch.backend=gloo"
+    if shape.world_size == 1:  # one task starts as many workers as it has GPUs
+        said["parallel.dp"] = "parallel.dp=1"
     kept = [a for a in arguments if a.lstrip("+").partition("=")[0] not in said]
     return [a for a in kept if not a.startswith(FOR_THE_SUBMISSION)] + list(said.values())
 

@@ -218,7 +218,6 @@ def supervise(
     # A signal must find either the workers listed here or, in a worker, its own handlers.
     with blocked():
         workers.fork(entry, arguments, nproc)
-    end_with(launcher_pid())
     while workers.running:
         for number in signals.take():
             workers.send(request(number))
@@ -247,6 +246,7 @@ def main() -> None:
     """
     place, nproc, grace_s, target, preloaded, *arguments = sys.argv[1:]
     directory = Path(place)
+    end_with(launcher_pid())
     with Signals().installed() as signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the launcher had them blocked
         module, function = target.split(":")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import ConfigError, DataError, MegadsError
+from megads.errors import MegadsError
 from megads.launch.env import Started
 
 _PR_SET_PDEATHSIG = 1
@@ -70,16 +70,12 @@ def failed(place: Started, error: BaseException) -> tuple[int, str | None]:
     """Report that this rank stops for `error`: its exit status, and what it says on stderr, if it
     is the one to speak.
 
-    The local launcher shows the first failure of all ranks, so its workers are silent. Under other
-    launchers a fault of the configuration, the same everywhere, is for rank 0 to tell, and one of
-    files, which may differ between machines, for the first rank of each machine.
+    The local launcher shows the first failure of all ranks, so its workers are silent.
     """
     record_failure(error, place.error_file)
-    speaks = place.launcher_pid is None
-    if isinstance(error, DataError):
-        speaks &= place.local_rank == 0
-    elif isinstance(error, ConfigError):
-        speaks &= place.rank == 0
+    told_by = error.told_by if isinstance(error, MegadsError) else "rank"
+    first = {"rank": 0, "machine": place.local_rank, "job": place.rank}[told_by] == 0
+    speaks = place.launcher_pid is None and first
     return exit_status(error), f"rank {place.rank}: {describe(error)}" if speaks else None
 
 

@@ -16,12 +16,13 @@ from megads.data.plan import DataPlan
 from megads.data.prepare import prepare_data
 from megads.data.source import require_supply
 from megads.data.streaming import StreamLoader, open_stream_loader
-from megads.errors import DataError
+from megads.errors import DataError, told_by
 from megads.parallel import collectives
 from megads.parallel.mesh import Axis, Mesh
 from megads.train.state import TrainState
 
 
+@told_by("machine")
 def build_loaders(
     config: Config, mesh: Mesh
 ) -> tuple[TokenLoader | StreamLoader, TokenLoader | None]:

@@ -143,12 +143,13 @@ def slow_ranks(
     """Ranks that take more than `factor` times the median of their stage's ranks, and that median.
 
     Stages differ in their work, so ranks are compared inside theirs; `stages[rank]` is its number.
-    Where a stage has fewer than three ranks, who is slow shows only against all ranks together.
+    Of two medians the lower counts: of two ranks, one is slow beside the other. Where a stage has
+    one rank, who is slow shows only against all ranks together.
     """
     found = []
     for rank, (seconds, stage) in enumerate(zip(times, stages, strict=True)):
         peers = [t for t, s in zip(times, stages, strict=True) if s == stage]
-        median = statistics.median(peers if len(peers) > 2 else times)
+        median = statistics.median_low(peers if len(peers) > 1 else times)
         if seconds > factor * median:
             found.append((rank, median))
     return found

@@ -15,7 +15,7 @@ from megads.extras import is_installed
 
 
 def problems(*words: str) -> list[str]:
-    return list(logger_problems(compose(list(words))))
+    return list(logger_problems(compose(list(words)), 4))
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,17 @@ def test_a_folder_of_the_name_is_not_the_package(
 def test_settings_of_wandb_without_it(word: str) -> None:
     words = [f"logging.{word}", "logging.loggers=tensorboard"]
     assert problems(*words) == [f"logging.{word} is only read with logging.loggers=wandb"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["profile_steps=[5,100]", "profile_ranks=[0,3]"], None),
+        (["profile_ranks=[0]"], "profile_ranks=[0] is only read with logging.profile_steps"),
+        (["profile_steps=[5,101]"], "profile_steps=[101]: the run ends at train.steps=100"),
+        (["profile_steps=[5]", "profile_ranks=[3,4]"], "profile_ranks=[4]: the last rank is 3"),
+    ],
+)
+def test_a_profile_that_is_never_made(words: list[str], problem: str | None) -> None:
+    found = problems("train.steps=100", *(f"logging.{word}" for word in words))
+    assert found == ([] if problem is None else [f"logging.{problem}"])

@@ -154,6 +154,7 @@ IMPOSSIBLE = [
     ("data.weights=[1.0,2.0]", None, ["2 entries", "1 data.paths"]),
     ("data.weights=[0.0]", None, ["data.weights", "0"]),
     ("data.paths=[/no/such.txt]", None, ["data.paths", "/no/such.txt"]),
+    ("data.valid_names=[all]", None, ["data.valid_names=['all']", "`all` means all together"]),
     ("data.valid_paths=[/no/such.jsonl]", None, ["data.valid_paths", "/no/such"]),
     ("data.valid_names=[a,b]", None, ["data.valid_names has 2 names for 1 data.paths"]),
     ("data.paths=[/no/such]", None, ["/no/such.bin", "/no/such.idx", ".jsonl"]),

@@ -129,3 +129,19 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert read_activity(tmp_path / "none") is None
     assert not is_since(tmp_path / "none", 0.0)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_guest_takes_nothing_until_its_place_is_free(tmp_path: Path) -> None:
+    path = activity_file(tmp_path, 0)
+    Activity(path, 0).doing("the run that is there")
+    guest = Activity(path, 0, is_guest=True)
+    assert (read_activity(path) or "").endswith("the run that is there")
+    assert (read_activity(path.with_suffix(".starting.txt")) or "").endswith("starting")
+    guest.take_place()
+    guest.doing("the next one")
+    assert (read_activity(path) or "").endswith("the next one")
+    assert (read_activity(path.with_suffix(".previous.txt")) or "").endswith("that is there")
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        "rank-0.previous.txt",
+        "rank-0.txt",
+    ]

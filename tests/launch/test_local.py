@@ -120,6 +120,18 @@ def test_refusals_keep_their_status_and_have_no_traceback(tmp_path: Path) -> Non
     assert failure.value.exit_status == 2
 
 
+def test_the_status_of_a_refusal_alone_is_none(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match=r"\Arank 1 failed with exit status 2 and did not say"):
+        launch_local(compose(), 2, WORKLOAD, ["mute", str(tmp_path)])
+
+
+def test_a_crash_after_a_request_to_stop_is_named(tmp_path: Path) -> None:
+    process = _launcher("stop, and crash", tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 was ended by SIGKILL" in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_is_passed_on_and_workers_may_save(tmp_path: Path, number: signal.Signals) -> None:
     process = _launcher("stop", tmp_path)
@@ -148,7 +160,7 @@ def test_second_interrupt_kills(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "stopped by a signal before anything could be saved" in output
+    assert "killed by the second Ctrl-C; what was saved before is there" in output
     assert not _alive(tmp_path)
 
 

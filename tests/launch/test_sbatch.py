@@ -97,6 +97,7 @@ def test_the_file(tmp_path: Path) -> None:
         "launch.max_restarts=2",
     ]
     own, shared = rendered(words, tmp_path)
+    assert "# What SLURM writes needs its folder: mkdir -p 'runs/of 50%'" in own
     assert [line for line in own if not line.startswith("# ")] == [
         "#!/bin/bash",
         "#SBATCH --job-name=megads",
@@ -150,6 +151,12 @@ def test_a_job_for_the_cpu_says_so_to_its_workers() -> None:
         assert found == ["parallel.dp=2", "launch.backend=gloo"]
 
 
+def test_one_process_stays_one() -> None:
+    """One task would otherwise start as many workers as it has GPUs."""
+    config = configured(words := ["launch.slurm.gpus_per_node=8"])
+    assert job_arguments(config, job_shape(config), words)[-1] == "parallel.dp=1"
+
+
 def test_the_shipped_script_asks_for_what_a_rendered_file_does() -> None:
     own, _ = rendered(["parallel.tp=8"])
     shipped = [line for line in template().splitlines() if line.startswith("#SBATCH")]
@@ -163,8 +170,9 @@ def test_the_shipped_script_asks_for_what_a_rendered_file_does() -> None:
 STUBS = {
     "srun": 'printf "%s " "$@" >>srun.log; echo >>srun.log\n'
     "status=$(sed -n 1p statuses); sed -i 1d statuses\n"
-    'if [ "$status" = signalled ]; then\n'
-    "  trap 'exit 3' USR1; kill -USR1 $PPID; for _ in {1..500}; do sleep 0.01; done\n"
+    "if [[ $status == signalled* ]]; then\n"
+    "  trap 'exit 3' USR1; kill -${status#signalled } $PPID\n"
+    "  for _ in {1..500}; do sleep 0.01; done\n"
     "fi\n"
     "exit $status",
     "squeue": "cat state",
@@ -213,7 +221,8 @@ def job(tmp_path: Path):
         ([1, 137, 0], 2, "RUNNING", 3, False),
         ([1, 3], 2, "RUNNING", 2, True),
         ([1, 1, 1], 2, "RUNNING", 3, False),
-        (["signalled"], 0, "RUNNING", 1, True),  # the script alone was: it passes it on
+        (["signalled USR1"], 0, "RUNNING", 1, True),  # the script alone was: it passes it on
+        (["signalled TERM"], 0, "RUNNING", 1, True),
     ],
 )
 def test_what_the_script_does_with_a_status(
@@ -221,7 +230,7 @@ def test_what_the_script_does_with_a_status(
 ) -> None:
     words = ["parallel=dp2", f"launch.max_restarts={restarts}"]
     status, srun, scontrol, errors = job(statuses, *words, state=state)
-    assert status == (3 if statuses[-1] == "signalled" else statuses[-1])
+    assert status == (3 if "signalled" in str(statuses[-1]) else statuses[-1])
     assert len(srun) == starts
     assert scontrol == (["requeue 7"] if requeued else [])
     assert ("--time is too short" in errors) == requeued  # as it was within a minute

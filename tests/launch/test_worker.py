@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megads.errors import CheckpointError, ConfigError, DataError, LayoutError
+from megads.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LayoutError,
+    MegadsError,
+    Teller,
+    told_by,
+)
 from megads.launch.env import Started
 from megads.launch.worker import failed
 
@@ -19,12 +27,23 @@ def _raised(error: BaseException) -> BaseException:
         return caught
 
 
+def of(teller: Teller, error: MegadsError) -> BaseException:
+    def met() -> None:
+        with told_by(teller):
+            raise error
+
+    with pytest.raises(MegadsError) as caught:
+        met()
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("error", "status", "speakers"),
     [
-        (ConfigError("a"), 2, [0]),
-        (LayoutError("a"), 2, [0]),
-        (DataError("a"), 2, [0, 2]),
+        (of("job", ConfigError("a")), 2, [0]),
+        (of("machine", DataError("a")), 2, [0, 2]),
+        (of("rank", DataError("a")), 2, [0, 1, 2, 3]),
+        (LayoutError("a"), 2, [0, 1, 2, 3]),
         (CheckpointError("a"), 1, [0, 1, 2, 3]),
         (ValueError("a"), 1, [0, 1, 2, 3]),
         (SystemExit(7), 7, [0, 1, 2, 3]),

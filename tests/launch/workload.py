@@ -54,6 +54,17 @@ def act(what: str, rank: int, directory: Path) -> None:
         time.sleep(600)
     elif what == "refuse":
         raise LayoutError("parallel.tp=3 is impossible")
+    elif what == "mute":
+        if rank == 1:
+            os._exit(2)
+        time.sleep(600)
+    elif what == "stop, and crash":
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        (directory / f"ready-{rank}").touch()
+        signal.pause()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
     elif what == "stop":
         # Like a training loop: finish the step, save, leave with 3.
         asked: list[int] = []

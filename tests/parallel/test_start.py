@@ -5,13 +5,18 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
-from megads.errors import WorkerFailure
+from megads.errors import HangError, WorkerFailure
+from megads.parallel import start
 from megads.parallel.start import meet
 
 CODE = """
@@ -26,7 +31,7 @@ from megads.parallel.start import start_process_group, stop_process_group
 rank, world, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 place = SimpleNamespace(
     rank=rank, world_size=world, device="cpu", backend="gloo", init_method=f"file://{path}",
-    job="test",
+    job="test", may_restart=False,
 )
 start_process_group(place, timeout_s=60)
 mesh = Mesh.build(ParallelLayout(tp=world), rank)
@@ -57,9 +62,10 @@ def test_processes_meet_and_leave(tmp_path: Path, world_size: int) -> None:
         assert (worker.returncode, output) == (0, "done\n"), errors
 
 
-def _place(port: int, rank: int, job: str = "job 1", world_size: int = 2) -> SimpleNamespace:
-    where = f"tcp://127.0.0.1:{port}"
-    return SimpleNamespace(rank=rank, world_size=world_size, init_method=where, job=job)
+def _place(port: int, rank: int, **changes: Any) -> SimpleNamespace:
+    values = {"world_size": 2, "job": "job 1", "backend": "gloo", "may_restart": False}
+    where = {"rank": rank, "init_method": f"tcp://127.0.0.1:{port}"}
+    return SimpleNamespace(**(where | values | changes))
 
 
 @pytest.fixture
@@ -79,8 +85,8 @@ def test_another_jobs_process_does_not_join(port: int) -> None:
             with pytest.raises(WorkerFailure, match=r"belongs to job 1 of 2 processes, this is ra"):
                 joined.result(timeout=60)
         second = pool.submit(meet, _place(port, 1), timeout_s=30)
-        for store in (first.result(timeout=60), second.result(timeout=60)):
-            assert store.get("megads/job") == b"job 1 of 2 processes"
+        first.result(timeout=60).set("here", "one store")
+        assert second.result(timeout=60).get("here") == b"one store"
 
 
 def test_two_processes_of_the_same_rank_are_noticed(port: int) -> None:
@@ -92,6 +98,54 @@ def test_two_processes_of_the_same_rank_are_noticed(port: int) -> None:
     assert failures[0] is None
     (failure,) = (f for f in failures[1:] if f is not None)
     assert "job 1 of 2 processes: two processes came as rank 1" in str(failure)
+
+
+def test_a_machine_without_its_gpus_is_named(port: int) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(meet, _place(port, 0, backend="nccl"), timeout_s=3)
+        with pytest.raises(WorkerFailure, match="would compute with gloo, rank 0 with nccl"):
+            meet(_place(port, 1), timeout_s=30)
+
+
+@pytest.fixture
+def agents_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a store that outlives the processes that meet in it, as torchrun has one."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def client(*args: Any, **words: Any) -> Iterator[tuple[TCPStore, None, None]]:
+        yield TCPStore("127.0.0.1", server.port, is_master=False), None, None
+
+    monkeypatch.setattr(start, "rendezvous", client)
+    yield server.port
+
+
+def test_who_does_not_come_is_named(agents_store: int) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        places = [_place(agents_store, rank, world_size=4) for rank in (0, 2)]
+        first, second = (pool.submit(meet, place, timeout_s=3) for place in places)
+        with pytest.raises(HangError, match=r"ranks \[1, 3\] did not come in 3 s"):
+            first.result(timeout=60)
+        with pytest.raises(HangError, match=r"not all ranks came in 3 s"):
+            second.result(timeout=60)
+
+
+def test_processes_that_are_started_again_meet(agents_store: int) -> None:
+    """Whatever the start before has left in the store, and in whatever order they come; in one of
+    the starts only the first rank comes."""
+    places = [_place(agents_store, rank, world_size=3, may_restart=True) for rank in range(3)]
+    with ThreadPoolExecutor(4) as pool:
+        for number, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 0, 2)]):
+            if number == 2:
+                alone = pool.submit(meet, places[0], timeout_s=0.5)
+                assert isinstance(alone.exception(timeout=60), HangError)
+            joining = []
+            for rank in order:
+                joining.append(pool.submit(meet, places[rank], timeout_s=30))
+                time.sleep(0.3)
+            stores = [future.result(timeout=60) for future in joining]
+            assert not stores[0].check(["mine"])
+            stores[0].set("mine", "")
+            assert all(store.check(["mine"]) for store in stores)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -25,6 +25,9 @@ from tests.training import run_training, tiny_config, write_tokens
         # The second stage has more to do, all of its ranks alike: nobody is slow.
         ([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [0, 0, 0, 1, 1, 1], []),
         ([1.0, 1.0, 1.0, 2.0, 3.0, 2.0], [0, 0, 0, 1, 1, 1], [(4, 2.0)]),
+        # Of two ranks, too; and two stages of two are no reason to take the second for slow.
+        ([1.0, 1.31], [0, 0], [(1, 1.0)]),
+        ([1.0, 1.0, 2.0, 2.0], [0, 0, 1, 1], []),
         # Alone in its stage, a rank is compared with all.
         ([1.0, 1.0, 4.0, 1.0], [0, 1, 2, 3], [(2, 1.0)]),
         ([0.2], [0], []),
