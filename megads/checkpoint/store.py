@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,11 @@ class CheckpointStore:
         """Whether the save in flight has failed, as far as this rank knows yet."""
         save = self._in_flight
         return save is not None and save.done() and save.exception() is not None
+
+    def until_ended(self) -> None:
+        """Return once no save is under way; what became of it is for `failed` and `wait`."""
+        if self._in_flight is not None:
+            futures.wait([self._in_flight])
 
     def wait(self) -> Path | None:
         """Return once no save is in flight: the checkpoint that became of it, None without one.

@@ -64,6 +64,10 @@ def _asked_for(config: Config, run_dir: Path, options: argparse.Namespace) -> Co
     data, train, evaluation = config.data, config.train, config.eval
     if options.data:
         data = data.model_copy(update={"valid_paths": tuple(options.data), "valid_names": ()})
+    if data.valid_paths:  # the training data is not read then, and may be gone
+        kept = ("valid_paths", "valid_names", "tokenizer", "append_eod", "document_mask")
+        values = {key: getattr(data, key) for key in kept}
+        data = type(data)(paths=data.valid_paths, **values)
     if options.batch:
         sizes = {"micro_batch_size": options.batch, "global_batch_size": options.batch}
         train = train.model_copy(update=sizes)

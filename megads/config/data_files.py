@@ -50,6 +50,11 @@ def data_problems(config: Config) -> Iterator[str]:
     sets = len(data.valid_paths or data.paths)
     if data.valid_names and len(data.valid_names) != sets:
         yield f"data.valid_names has {len(data.valid_names)} names for {sets} {valid}"
+    if len(set(data.valid_names)) < len(data.valid_names) or "all" in data.valid_names:
+        yield (
+            f"data.valid_names={list(data.valid_names)}: each set needs a name of its own, and "
+            f"`all` means all together"
+        )
     files = () if streamed else data.paths
     for key, paths in (("data.paths", files), ("data.valid_paths", data.valid_paths)):
         for path in paths:

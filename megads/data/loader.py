@@ -31,6 +31,7 @@ from megads.data.sampler import (
 from megads.data.source import (
     Split,
     TokenSource,
+    numbered,
     open_sources,
     require_samples,
     training_mixture,
@@ -114,11 +115,7 @@ class TokenLoader:
     @property
     def names(self) -> list[str]:
         """A name for each of the plan's sources; numbered where files are called alike."""
-        names = list(self._names) or [source.name for source in self.plan.sources]
-        return [
-            f"{name}-{names[:n].count(name) + 1}" if names.count(name) > 1 else name
-            for n, name in enumerate(names)
-        ]
+        return numbered(self._names or [source.name for source in self.plan.sources])
 
     def sample_ids(self, consumed: int, count: int) -> list[int]:
         """Ids of the `count` samples read after `consumed`, the plan's sources one after another.

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -93,11 +94,12 @@ class TokenSource:
 def open_sources(config: Config, data: ResolvedData, split: Split) -> list[TokenSource]:
     """The token files of a split.
 
-    With `data.valid_paths` the training files are used whole and validation reads those files;
-    otherwise each source gives its last `data.valid_fraction` to validation.
+    With `data.valid_paths` the training files are used whole and validation reads those files, of
+    which each must have a sample; otherwise each source gives its last `data.valid_fraction` to
+    validation.
     """
     own_files = bool(data.valid)
-    return [
+    sources = [
         TokenSource.open(
             prefix,
             config.train.seq_length,
@@ -106,12 +108,28 @@ def open_sources(config: Config, data: ResolvedData, split: Split) -> list[Token
         )
         for prefix in (data.valid if own_files and split == "valid" else data.train)
     ]
+    if own_files and split == "valid":
+        for source in sources:
+            require_samples([source])
+    return sources
 
 
 def validation_names(config: Config) -> tuple[str, ...]:
     """What the sets of validation are called: `data.valid_names`, else as their files."""
     data = config.data
     return data.valid_names or tuple(map(source_name, data.valid_paths or data.paths))
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names with numbers at those that occur more than once; `all` means all together."""
+    taken = {name for name in names if names.count(name) == 1} | {"all"}
+    unique = []
+    for name in names:
+        if names.count(name) > 1 or name == "all":
+            name = next(f"{name}-{n}" for n in count(1) if f"{name}-{n}" not in taken)
+            taken.add(name)
+        unique.append(name)
+    return unique
 
 
 def require_samples(sources: Sequence[TokenSource]) -> None:

@@ -49,6 +49,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def may_fill(ids: int, vocab_size: int) -> bool:
+    """Whether a tokenizer of so many ids may be that of a model: what is left of its vocabulary,
+    a tenth at most, is padding."""
+    return ids >= 0.9 * vocab_size
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document."""
 

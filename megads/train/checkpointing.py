@@ -164,7 +164,9 @@ def save(parts: RunParts) -> None:
         meta={"model": parts.config.model, "layout": parts.layout_sizes},
     )
     if not parts.config.checkpoint.async_save:
-        _wait(parts)
+        parts.store.until_ended()
+        if parts.config.checkpoint.on_error == "stop":
+            parts.store.wait()  # else a failure is met later, and told of unless this was the last
 
 
 def _stream_state(parts: RunParts) -> dict[str, Any]:

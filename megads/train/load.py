@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from megads.checkpoint.directory import find_checkpoint, read_manifest
 from megads.checkpoint.manifest import Manifest
 from megads.checkpoint.reader import fill_pieces
+from megads.config.data_files import is_text
 from megads.config.model import ModelConfig
 from megads.config.schema import KernelsConfig
-from megads.data.tokenizer import Tokenizer, load_tokenizer
+from megads.config.tokenizer_files import BYTE_VOCABULARY
+from megads.data.tokenizer import Tokenizer, load_tokenizer, may_fill
 from megads.errors import CheckpointError, ConfigError
 from megads.kernels.api import select_kernels
 from megads.models.gpt import GPTStage
@@ -81,12 +83,13 @@ def load_model(
 def run_tokenizer(checkpoint_dir: str | Path, name: str | None = None) -> Tokenizer:
     """The tokenizer called `name`, else the one the checkpoint's run was trained with.
 
-    Raises ConfigError when the run's config.yaml does not say, or if the tokenizer has ids that
-    are outside the model's vocabulary.
+    Raises ConfigError when the run's config.yaml does not say, also by naming one that read no text
+    and cannot be the model's, or if the tokenizer has ids that are outside the model's vocabulary.
     """
     path = find_checkpoint(Path(checkpoint_dir))
-    tokenizer = load_tokenizer(name or _configured_tokenizer(path.parent.parent / "config.yaml"))
     vocab_size = read_manifest(path).model.vocab_size
+    config = path.parent.parent / "config.yaml"
+    tokenizer = load_tokenizer(name or _configured_tokenizer(config, vocab_size))
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model in {path} "
@@ -95,12 +98,16 @@ def run_tokenizer(checkpoint_dir: str | Path, name: str | None = None) -> Tokeni
     return tokenizer
 
 
-def _configured_tokenizer(config: Path) -> str:
+def _configured_tokenizer(config: Path, vocab_size: int) -> str:
     try:
-        name = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["tokenizer"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
-        name = None
-    if not isinstance(name, str):
+        data = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]
+        name, paths = data["tokenizer"], data.get("paths", ())
+        was_used = data.get("source") == "streaming" or any(map(is_text, paths))
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
+        name, was_used = None, False
+    # The default stands there too when only token files were read.
+    is_default = name == "byte" and not was_used and not may_fill(BYTE_VOCABULARY, vocab_size)
+    if not isinstance(name, str) or is_default:
         raise ConfigError(f"{config} does not say which tokenizer was used; name one (--tokenizer)")
     return name
 

@@ -116,7 +116,8 @@ def _lacks_evaluation(parts: RunParts) -> bool:
     """Whether an earlier start of the run was stopped before this step's evaluation. Collective."""
     if not parts.state.step or not _evaluation_due(parts):
         return False
-    mine = parts.metrics.lacks_evaluation(parts.state.step)
+    step = parts.state.step
+    mine = parts.metrics.lacks_evaluation(step) and step in parts.store.steps()
     return broadcast_object(mine, parts.mesh.world)
 
 

@@ -85,8 +85,7 @@ class Metrics:
         self.note(text)
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Whether the run recorded steps before, but no validation loss at this one. On a silent
-        rank, False."""
+        """Whether no validation loss is recorded of this step. On a silent rank, False."""
         return self._lines is not None and self._lines.lacks(step, "val_loss")
 
     def note(self, text: str) -> None:

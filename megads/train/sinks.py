@@ -77,11 +77,9 @@ class JsonLines:
         self._file.flush()
 
     def lacks(self, step: int, name: str) -> bool:
-        """Whether there are lines, but none of this step that has `name`."""
-        lines = self._lines()
-        return bool(lines) and not any(
-            name in json.loads(line) for line in lines if _step_of(line) == step
-        )
+        """Whether no line of this step has `name`."""
+        found = (json.loads(line) for line in self._lines() if _step_of(line) == step)
+        return not any(name in line for line in found)
 
     def close(self, status: int) -> None:
         self._file.close()

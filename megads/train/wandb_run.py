@@ -47,14 +47,20 @@ class WandbRun:
         self._run = _open(config, self._id, tell)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        self._first = self._run.step
+        self._has_begun = False
 
     def rewind(self, step: int, made: int) -> None:
         self._ahead += max(0, made - step)
         self._keep()
 
     def record(self, line: Line) -> None:
-        self._run.log(numbers(line), step=max(self._first, int(line["step"]) + self._ahead))
+        step = int(line["step"])
+        if not self._has_begun:
+            # The server may have more than we know of, from a start that ended before it said so;
+            # lines of one step would become one.
+            self._has_begun, self._ahead = True, max(self._ahead, self._run.step - step)
+            self._keep()
+        self._run.log(numbers(line), step=step + self._ahead)
 
     def close(self, status: int) -> None:
         """Return when everything is uploaded, or is in the files of a run that is offline."""

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megads.cli.evaluate import main
+from megads.data.indexed import TokenWriter
 from tests.distributed import Workers
 from tests.training import run_training, tiny_config, write_tokens
 
@@ -68,6 +70,38 @@ def test_other_data_and_what_is_printed(
     assert both["perplexity"] == {name: math.exp(loss) for name, loss in both["loss"].items()}
     narrow = measured(capsys, str(run), *every, "--data", *sets, "--dtype", "bf16")
     assert both["loss"] != narrow["loss"] == pytest.approx(both["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("source", ["files", "streaming"])
+def test_the_training_data_may_be_gone(
+    tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    """Where other data is evaluated on, named here or as the run's own sets."""
+    for name in ("corpus", "held_out"):
+        texts = [json.dumps({"text": f"{name} {n} " * 40}) for n in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+    corpus, held_out = (str(tmp_path / f"{name}.jsonl") for name in ("corpus", "held_out"))
+    words = [*TRAINED, "model.vocab_size=257", f"data.source={source}"]
+    words += [f"data.valid_paths=[{held_out}]", "data.valid_names=[mine]", "eval.steps=2"]
+    if source == "files":
+        words += ["data.weights=[1]", "data.epochs=5"]
+    run_training(workers, tiny_config(tmp_path / "run", corpus, "llama", *words))
+    run = str(tmp_path / "run")
+    before = measured(capsys, run)["loss"]["mine"], measured(capsys, run, "--data", held_out)
+    assert before[0] == before[1]["loss"]["held_out"]
+    Path(corpus).unlink()
+    assert measured(capsys, run)["loss"]["mine"] == before[0]
+    assert measured(capsys, run, "--data", held_out) == before[1]
+
+
+def test_a_set_without_a_sample_is_not_left_out_silently(
+    tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = trained(tmp_path, workers)
+    with TokenWriter(tmp_path / "short", np.uint16) as writer:
+        writer.add_document(np.arange(5))
+    assert main([str(run), "--data", str(tmp_path / "b"), str(tmp_path / "short")]) == 2
+    assert "short.bin: 5 tokens in this split, a sample needs" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(

@@ -150,6 +150,17 @@ def test_text_is_tokenized_before_torch_is_loaded(tmp_path: Path, without_torch:
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
+@pytest.mark.parametrize("vocab_size", [285, 286])
+def test_a_tokenizer_of_too_few_ids_is_warned_of(
+    tmp_path: Path, without_torch: str, vocab_size: int
+) -> None:
+    """Nine tenths of 285 are less than the 257 ids of bytes, those of 286 are more."""
+    words = [*TINY, f"model.vocab_size={vocab_size}"]
+    done = _run(tmp_path, *words, PYTHONPATH=without_torch)
+    warning = f"data.tokenizer=byte has 257 ids, model.vocab_size={vocab_size}: the model never"
+    assert (warning in done.stderr) == (vocab_size == 286), done.stderr
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wrong_world_size_is_said_once_and_nothing_waits(tmp_path: Path, rank: int) -> None:
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
@@ -166,6 +177,30 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert _steps(tmp_path) == [1, 2]
+
+
+FAILS_ONCE = """
+import os, sys
+from megads.cli.train import main
+from megads.train import loop
+train_step = loop.train_step
+def failing(parts, **words):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and parts.state.step == 3 and os.environ["RANK"] == "1":
+        raise ValueError("once")
+    return train_step(parts, **words)
+loop.train_step = failing
+sys.exit(main())
+"""
+
+
+def test_under_torchrun_that_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    arguments = ["--max-restarts=1", "fails_once.py", *TINY, "parallel=dp2", "train.steps=4"]
+    arguments.append("checkpoint.every=2")
+    done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "ValueError: once" in done.stderr, done.stderr
+    assert "step-2: step 2" in done.stdout and _steps(tmp_path) == [1, 2, 3, 4]
 
 
 def test_failure_inside_a_worker_is_shown_once(tmp_path: Path) -> None:
@@ -227,6 +262,7 @@ def test_a_directory_in_which_another_run_is_at_work_is_refused(tmp_path: Path) 
         done = _run(tmp_path, *arguments, command=TORCHRUN, OMP_NUM_THREADS="1")
         assert done.returncode == 1 and named in done.stderr, done.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert list((tmp_path / "run/ranks").glob("rank-?.txt")) == []
 
 
 def test_stopped_by_signals_resumed_and_finished(tmp_path: Path) -> None:

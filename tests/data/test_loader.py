@@ -16,7 +16,7 @@ from megads.data.indexed import TokenWriter
 from megads.data.loader import TokenLoader
 from megads.data.microbatches import Rows
 from megads.data.plan import Mixture
-from megads.data.source import TokenSource
+from megads.data.source import TokenSource, numbered
 from megads.errors import DataError
 from megads.parallel.batch import MicroBatch
 
@@ -303,3 +303,16 @@ def test_reading_is_fast(tmp_path: Path) -> None:
         data._cut(Rows(data._tokens(np.arange(512) + 512 * step), None), 8, first=0)
     seconds = time.thread_time() - started
     assert 512 * count / seconds > 20_000
+
+
+@pytest.mark.parametrize(
+    ("names", "unique"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a", "b", "a"], ["a-1", "b", "a-2"]),
+        (["a", "a", "a-1"], ["a-2", "a-3", "a-1"]),
+        (["all", "b"], ["all-1", "b"]),
+    ],
+)
+def test_no_two_sets_are_called_alike(names: list[str], unique: list[str]) -> None:
+    assert numbered(names) == unique

@@ -69,3 +69,17 @@ def test_a_signal_to_one_rank(tmp_path: Path, workers: Workers, layout: str) -> 
     assert values(config, "val_loss") == want["val_loss"]
     steps = sorted(path.name for path in (tmp_path / "stopped/checkpoints").glob("step-*"))
     assert steps == ["step-2", "step-4"]
+
+
+def test_stopped_before_anything_was_recorded(tmp_path: Path, workers: Workers) -> None:
+    """The evaluation that is missing is made, but not that of a run that was only loaded from."""
+    data = write_tokens(tmp_path / "tokens", documents=60)
+    words = [*WORDS, "logging.every=100"]
+    config = tiny_config(tmp_path / "stopped", data, "gpt", *words)
+    assert train_statuses(workers, config, signal_during_evaluation, 2, 0) == [3]
+    assert read_metrics(tmp_path / "stopped") == []
+    load = f"checkpoint.load={tmp_path}/stopped"
+    other = tiny_config(tmp_path / "other", data, "gpt", *words, load)
+    assert train_statuses(workers, other) == train_statuses(workers, config) == [0]
+    assert [step for step, _ in values(other, "val_loss")] == [4]
+    assert [step for step, _ in values(config, "val_loss")] == [2, 4]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megads.models.families import param_specs
 from megads.parallel.mesh import Axis
 from megads.parallel.pieces import TensorPiece
 from megads.parallel.sharding import flat_range_boxes
+from megads.train import load
 from megads.train.load import load_model, run_tokenizer
 from tests.checkpoint.simulation import simulate
 
@@ -147,3 +150,25 @@ def test_the_tokenizer_is_the_runs_own(tmp_path):
     (tmp_path / "config.yaml").write_text("data: {tokenizer: byte}\n")
     with pytest.raises(ConfigError, match=r"byte has 257 ids.*101"):
         run_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "vocab_size", "is_known"),
+    [
+        ({"tokenizer": "byte", "source": "files", "paths": ["corpus"]}, 1000, False),
+        ({"tokenizer": "byte", "source": "files", "paths": ["corpus"]}, 257, True),
+        ({"tokenizer": "byte", "source": "files", "paths": ["corpus", "a.jsonl"]}, 1000, True),
+        ({"tokenizer": "byte", "source": "streaming", "paths": ["hf:x"]}, 1000, True),
+        ("byte", 257, False),
+    ],
+)
+def test_a_default_that_read_no_text_is_not_taken_for_the_tokenizer(
+    tmp_path, monkeypatch, data, vocab_size, is_known
+):
+    (tmp_path / "config.yaml").write_text(json.dumps({"data": data}))
+    known = partial(load._configured_tokenizer, tmp_path / "config.yaml", vocab_size)
+    if is_known:
+        assert known() == "byte"
+    else:
+        with pytest.raises(ConfigError, match=r"name one \(--tokenizer\)"):
+            known()

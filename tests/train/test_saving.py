@@ -119,8 +119,12 @@ def test_with_continue_the_next_save_is_tried(tmp_path: Path, data: str, workers
     assert steps(tmp_path) == [5, 6]
 
 
-def test_the_last_save_has_to_succeed(tmp_path: Path, data: str, workers: Workers) -> None:
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_the_last_save_has_to_succeed(
+    tmp_path: Path, data: str, workers: Workers, background: str
+) -> None:
     options = [*EVERY, "parallel=dp2", "checkpoint.on_error=continue"]
+    options.append(f"checkpoint.async_save={background}")
     for message in ends(workers, tiny_config(tmp_path, data, "gpt", *options), full_disk, 0, 6):
         assert "saving step 6: rank 0" in str(message)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]

@@ -119,9 +119,20 @@ def test_trackers_get_everything_in_order(metrics_of: Callable[..., Metrics]) ->
 
 
 def test_nothing_is_opened_without_a_step(metrics_of: Callable[..., Metrics]) -> None:
-    made = metrics_of(one=lambda: pytest.fail("made"))
+    opened: list[Tracker] = []
+
+    def opening() -> Tracker:
+        opened.append(Tracker())
+        return opened[-1]
+
+    made = metrics_of(one=opening)
     made.note("already finished")
     made.close(0)
+    assert opened == []
+    made = metrics_of(one=opening)
+    run(made, 1)
+    made.close(0)
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("where", ["start", "line"])

@@ -148,6 +148,32 @@ def test_the_id_stays_though_nothing_was_saved(tmp_path: Path, settings: list[An
     assert settings[0].resume == "allow" and settings[0].entity == "team"
 
 
+def test_no_line_is_put_into_a_row_that_the_server_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server goes on at 101; how far ahead it is was lost, as with a start that ended early."""
+    logged: list[tuple[int, int]] = []
+
+    def init(**words: Any) -> Any:
+        return SimpleNamespace(
+            disabled=False,
+            dir="/a/b/c",
+            step=101,
+            define_metric=lambda *args, **words: None,
+            log=lambda line, step: logged.append((line["step"], step)),
+        )
+
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("wandb.setup", lambda settings: None)
+    (tmp_path / "my run").mkdir()
+    for start in range(2):
+        run = WandbRun(config_of(tmp_path, "logging.wandb_mode=offline"), "id", lambda note: None)
+        run.rewind(50 + start, 50)
+        for step in (51, 52, 52):
+            run.record({"step": step + start, "loss": 1.0})
+    assert logged == [(51, 101), (52, 102), (52, 102), (52, 102), (53, 103), (53, 103)]
+
+
 def test_stopping_in_the_web_page_is_a_request_to_stop(tmp_path: Path, settings: list[Any]) -> None:
     (tmp_path / "my run").mkdir()
     WandbRun(config_of(tmp_path, "logging.wandb_mode=offline"), "id", lambda note: None)
