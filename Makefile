@@ -20,7 +20,7 @@ $(INSTALLED) $(DEVELOPING): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/megads-train model=gpt-tiny parallel=tp2pp2 run.dir=runs/demo
+	$(BIN)/megads-train model=gpt-tiny parallel=tp2pp2 launch.backend=gloo run.dir=runs/demo
 	$(BIN)/megads-generate runs/demo
 
 test: setup

@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 class HostCopies:
-    """One buffer of host memory, pinned where there is a GPU, kept from one save to the next.
+    """One buffer of host memory, pinned if a GPU's is copied, kept from one save to the next.
 
     It holds as many bytes as the pieces of one save have; a save of other sizes gets another one.
     """
@@ -33,17 +33,16 @@ class HostCopies:
         for size in sizes:
             starts.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        from_gpu = any(isinstance(piece.data, Tensor) and piece.data.is_cuda for piece in pieces)
         if end != self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at the same time
-            self._buffer = torch.empty(
-                end, dtype=torch.uint8, pin_memory=end > 0 and torch.cuda.is_available()
-            )
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=from_gpu)
         copies = []
         for piece, start, size in zip(pieces, starts, sizes, strict=True):
             data = self._buffer[start : start + size].view(piece.dtype)
             assert isinstance(piece.data, Tensor)
             data.copy_(piece.data.detach().reshape(-1), non_blocking=True)
             copies.append(replace(piece, data=data))
-        if torch.cuda.is_available():
+        if from_gpu:
             torch.cuda.synchronize()
         return copies

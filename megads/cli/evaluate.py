@@ -16,6 +16,12 @@ from megads.cli.evaluate_tasks import tasks
 if TYPE_CHECKING:
     from megads.config.schema import Config
 
+_OF_VALIDATION = (
+    *("valid_paths", "valid_names", "document_mask"),
+    *("tokenizer", "append_eod", "text_key"),
+)
+"""Settings of `data` that an evaluation of other data than the run's own needs."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
@@ -65,8 +71,7 @@ def _asked_for(config: Config, run_dir: Path, options: argparse.Namespace) -> Co
     if options.data:
         data = data.model_copy(update={"valid_paths": tuple(options.data), "valid_names": ()})
     if data.valid_paths:  # the training data is not read then, and may be gone
-        kept = ("valid_paths", "valid_names", "tokenizer", "append_eod", "document_mask")
-        values = {key: getattr(data, key) for key in kept}
+        values = {key: getattr(data, key) for key in _OF_VALIDATION}
         data = type(data)(paths=data.valid_paths, **values)
     if options.batch:
         sizes = {"micro_batch_size": options.batch, "global_batch_size": options.batch}

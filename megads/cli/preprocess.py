@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megads.cli.command import INTERRUPTED_STATUS
+from megads.config.data_files import strip_suffix
 from megads.errors import MegadsError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def _tokenize(options: argparse.Namespace) -> PreprocessStats:
         )
 
 
-def _report(prefix: str, stats: PreprocessStats) -> str:
+def _report(output: str, stats: PreprocessStats) -> str:
+    prefix = strip_suffix(output)
     lines = [
         f"wrote      {prefix}.bin, {prefix}.idx",
         f"documents  {stats.documents} (and {stats.empty} empty, left out)",

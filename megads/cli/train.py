@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megads.cli.command import INTERRUPTED_STATUS
 from megads.cli.train_worker import work
-from megads.errors import MegadsError
+from megads.errors import ConfigError, MegadsError
 from megads.launch.env import started, this_machine
 from megads.launch.signals import StopRequest
 
@@ -42,6 +42,10 @@ def _launch(config: Config, arguments: Sequence[str]) -> int:
         from megads.cli.job import run_job
 
         return run_job(config, arguments)
+    from megads.launch.sbatch import FOR_THE_SUBMISSION
+
+    if unread := [word for word in arguments if word.startswith(FOR_THE_SUBMISSION)]:
+        raise ConfigError(f"{', '.join(unread)}: only read with launch=slurm, which is not given")
     from megads.cli.checks import check_data
     from megads.config.directories import make_directories
     from megads.config.validate import check

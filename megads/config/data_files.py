@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megads.config.schema import Config
+from megads.config.schema import Config, DataConfig
 from megads.config.streams import is_streamed, source_problems
 from megads.config.tokenizer_files import BYTE_VOCABULARY, has_tokenizer_file, tokenizer_file
 from megads.errors import DataError
@@ -64,6 +64,8 @@ def data_problems(config: Config) -> Iterator[str]:
                 yield f"{key}: {path}: there is no such file"
     if streamed or any(map(is_text, (*files, *data.valid_paths))):
         yield from _tokenizer(config)
+    elif data.text_key != DataConfig.model_fields["text_key"].default:
+        yield f"data.text_key={data.text_key} is about texts, and only token files are read"
 
 
 def _tokenizer(config: Config) -> Iterator[str]:

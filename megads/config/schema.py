@@ -145,7 +145,7 @@ COMPILED_OPERATIONS = ("norm", "activation", "rotary", "residual")
 
 
 class KernelsConfig(Group):
-    """Backend of each op of the block; `auto` takes the fastest that can run here."""
+    """Backend of each op of the block; `auto` takes torch's, the fastest in the sum on a CPU."""
 
     name: KernelBackend = "auto"
     """Of all ops; those that the backend does not have are chosen as by `auto`."""
@@ -189,7 +189,7 @@ class DataConfig(Group):
     """Attention and positions stay inside documents, and no document's last token is asked for the
     first of the next; off, a sample is read as one text."""
     text_key: str = "text"
-    """Where streamed records hold their text."""
+    """Where JSON lines, tables and streamed records hold their text."""
     lanes: Positive | None = None
     """Parts that a stream is dealt to, each with a place of its own: a multiple of dp that divides
     every batch, fixed for the life of a run. None: 8, or as much of it as divides the batch."""

@@ -60,7 +60,7 @@ def setting_problems(config: Config, dp: int) -> Iterator[str]:
     """Settings that do not go together with a stream, or mean nothing without one."""
     data = config.data
     if not is_streamed(config):
-        for name in ("lanes", "shuffle_buffer", "text_key"):
+        for name in ("lanes", "shuffle_buffer"):
             value = getattr(data, name)
             if value != DataConfig.model_fields[name].default:
                 yield f"data.{name}={value} is only read with data.source=streaming"

@@ -13,14 +13,12 @@ from megads.config.data_files import data_problems
 from megads.config.directories import directory_problems, load_problems
 from megads.config.loggers import logger_problems
 from megads.config.model import ModelConfig
-from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig, OptimConfig
+from megads.config.optimizer import optimizer_problems
+from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig
 from megads.config.stages import stage_problems
 from megads.config.streams import is_streamed, setting_problems
 from megads.errors import ConfigError, LayoutError, told_by
 from megads.parallel.layout import ParallelLayout
-
-SETTINGS_OF = {"adamw": ("betas", "eps"), "sgd": ("momentum",)}
-"""Settings that only one optimizer reads."""
 
 
 def validate(config: Config, world_size: int | None = None) -> list[str]:
@@ -40,7 +38,7 @@ def _of_settings(config: Config, world_size: int | None) -> list[str]:
     problems += _batch(config, dp)
     problems += _sequence(config)
     problems += _kernels(config)
-    problems += _optimizer(config)
+    problems += optimizer_problems(config)
     problems += _evaluation_and_checkpoints(config)
     problems += bad_step_problems(config)
     problems += logger_problems(config, world_size)
@@ -235,39 +233,6 @@ def _kernels(config: Config) -> Iterator[str]:
                 f"kernels.{op}=compiled: this backend has no {op}, only "
                 f"{', '.join(COMPILED_OPERATIONS)}; choose auto, reference or torch"
             )
-
-
-def _optimizer(config: Config) -> Iterator[str]:
-    optim, train = config.optim, config.train
-    if optim.min_lr > optim.lr and optim.schedule != "constant":
-        yield f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}"
-    run_length = train.steps * (1 if optim.units == "steps" else train.global_batch_size)
-    total = optim.total or run_length
-    decay = optim.decay if optim.schedule == "wsd" else 0
-    if optim.schedule != "constant" and train.steps and optim.warmup + decay > total:
-        yield (
-            f"optim.warmup={optim.warmup} + optim.decay={decay} is more than the "
-            f"{total} {optim.units} of the schedule; make them shorter, or the run longer"
-        )
-    if optim.decay and optim.schedule != "wsd":
-        yield f"optim.decay={optim.decay} is for optim.schedule=wsd, it is {optim.schedule}"
-    if optim.schedule == "inverse_sqrt" and optim.units == "samples" and not optim.warmup:
-        yield (
-            f"optim.schedule=inverse_sqrt in optim.units=samples needs optim.warmup: without one "
-            f"the rate falls from sample 1 on, and the first update, of {train.global_batch_size} "
-            f"samples, has only optim.lr / sqrt({train.global_batch_size})"
-        )
-    for name, settings in SETTINGS_OF.items():
-        for setting in settings if name != optim.name else ():
-            value = getattr(optim, setting)
-            if value != OptimConfig.model_fields[setting].default:
-                yield f"optim.{setting}={value} is for optim.name={name}, it is {optim.name}"
-    precision = config.precision
-    if precision.min_loss_scale > precision.initial_loss_scale:
-        yield (
-            f"precision.min_loss_scale={precision.min_loss_scale} is above "
-            f"precision.initial_loss_scale={precision.initial_loss_scale}"
-        )
 
 
 def _evaluation_and_checkpoints(config: Config) -> Iterator[str]:

@@ -45,6 +45,10 @@ def open_input(spec: str | Path, key: str, split_on: str) -> Input:
         return open_table(str(spec), key)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if not split_on:
         raise DataError(f"{path}: the string between documents of a text must not be empty")
     packed = path.suffix in _PACKED

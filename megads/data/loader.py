@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megads.config.rampup import BatchRampup
 from megads.config.schema import Config
 from megads.data.microbatches import Rows, cut_rows, placed
 from megads.data.order import DataOrder, Located
 from megads.data.plan import DataPlan, Mixture, distinct
 from megads.data.prepare import ResolvedData
 from megads.data.sampler import (
-    BatchRampup,
     EvaluationPlan,
     Ids,
     global_batch_positions,
@@ -250,6 +250,11 @@ def open_loader(
     its loss does not depend on them.
     """
     sources = open_sources(config, data, split)
+    if not sources:
+        raise DataError(
+            "a stream keeps nothing back for evaluation; name other texts or token files (--data, "
+            "data.valid_paths)"
+        )
     once = Mixture(None, tuple(source.num_samples for source in sources))
     train, training = config.train, split == "train"
     rampup = BatchRampup.make(train.batch_rampup, train.global_batch_size)

@@ -21,7 +21,7 @@ from megads.config.data_files import (
     is_text,
     strip_suffix,
 )
-from megads.config.schema import Config
+from megads.config.schema import Config, DataConfig
 from megads.config.streams import is_streamed
 from megads.data import indexed
 from megads.data.preprocess import preprocess
@@ -93,13 +93,21 @@ def _token_prefix(path: str, config: Config) -> str:
     parts = [_identity(text), str(data.append_eod), data.tokenizer]
     if data.tokenizer != "byte":
         parts.append(tokenizer_identity(data.tokenizer))
+    if data.text_key != DataConfig.model_fields["text_key"].default:
+        parts.append(f"key {data.text_key}")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     prefix = str(Path(config.run.dir) / "data" / f"{text.name.split('.')[0]}-{digest}")
     if not indexed.exists(prefix):
         _log.info("tokenizing %s into %s", text, prefix)
     while not indexed.exists(prefix):
         try:
-            stats = preprocess([text], prefix, data.tokenizer, append_eod=data.append_eod)
+            stats = preprocess(
+                [text],
+                prefix,
+                data.tokenizer,
+                json_key=data.text_key,
+                append_eod=data.append_eod,
+            )
         except BusyError:  # a rank of this node, or another job: what it makes serves all
             time.sleep(_POLL_S)
         except OSError as error:

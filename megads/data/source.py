@@ -15,12 +15,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from megads.config.data_files import source_name
+from megads.config.rampup import BatchRampup
 from megads.config.schema import Config
 from megads.data.documents import document_starts
 from megads.data.indexed import IndexedTokens
 from megads.data.plan import DataPlan, Mixture, PlannedSource
 from megads.data.prepare import ResolvedData
-from megads.data.sampler import BatchRampup, Ids, cut_for_validation, num_samples
+from megads.data.sampler import Ids, cut_for_validation, num_samples
 from megads.errors import DataError
 
 Split = Literal["train", "valid"]

@@ -58,8 +58,16 @@ class TiktokenTokenizer:
         return [packed(self._encoding.encode_ordinary(text)) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._encoding.decode([int(i) for i in ids])
+        # A few ids between the pieces and the special tokens stand for nothing.
+        text: str = self._encoding.decode([int(i) for i in ids if self._is_token(int(i))])
         return text
+
+    def _is_token(self, number: int) -> bool:
+        try:
+            self._encoding.decode_single_token_bytes(number)
+        except KeyError:
+            return False
+        return True
 
 
 def load_encoding(spec: str) -> TiktokenTokenizer:

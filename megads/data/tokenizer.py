@@ -112,7 +112,8 @@ class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json`, run by the `tokenizers` library.
 
     The end of a document is the `eos_token` of the tokenizer_config.json beside it, else the first
-    of END_OF_DOCUMENT_PIECES that the vocabulary has.
+    of END_OF_DOCUMENT_PIECES that the vocabulary has. A special token that stands in a text, as
+    <|endoftext|> may in one from the web, is read as that token; tiktoken's read it as text.
     """
 
     def __init__(self, path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -99,10 +100,10 @@ class UnfinishedTokens:
         try:
             header = Header(self.dtype, count, count + 1)
             write_index(pair.idx, header, self._pieces_of_lengths, _counting(count + 1))
-            os.replace(self.folder / "tokens.bin", pair.bin)
+            pair.bin = self.folder / "tokens.bin"  # never under a name that may be dropped
             pair.publish()
         finally:
-            pair.discard()
+            pair.idx.unlink(missing_ok=True)
         self.discard()
 
     def discard(self) -> None:
@@ -111,8 +112,10 @@ class UnfinishedTokens:
             file.close()
         for name in ("state.json", "state.json.tmp", "tokens.bin", "lengths.bin", "lock"):
             (self.folder / name).unlink(missing_ok=True)
-        self.folder.rmdir()
+        # NFS keeps an open file that is removed in the folder, until it is closed.
         self._lock.close()
+        with suppress(OSError):  # another run has come between
+            self.folder.rmdir()
 
     def keep(self) -> None:
         """Close the files and leave them for a later run."""
@@ -154,19 +157,26 @@ def _counting(stop: int) -> Iterator[NDArray[Any]]:
 
 
 def _locked(folder: Path) -> BinaryIO:
-    """The open lock file of the folder, made if need be; the lock ends with the process."""
+    """The open lock file of the folder, made if need be; the lock ends with the process.
+
+    A file system without locks keeps nobody out.
+    """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = (folder / "lock").open("ab")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock.fileno()), (folder / "lock").stat()):
-                return lock
         except FileNotFoundError:  # a run that just finished removed the folder
             continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.close()
             raise BusyError(
                 f"{folder}: another process is writing this output; wait for it, or choose another"
             ) from error
+        except OSError:
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), (folder / "lock").stat()):
+                return lock
         lock.close()

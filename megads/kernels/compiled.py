@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from megads.kernels import reference, torch_native
 
@@ -22,7 +23,7 @@ def why_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
             return "torch.compile needs a C++ compiler (g++ or clang++) on the PATH"
         return None
-    if not torch.utils._triton.has_triton():
+    if not has_triton():
         return "torch.compile needs triton for this device"
     return None
 

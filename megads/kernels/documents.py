@@ -50,7 +50,7 @@ class Documents:
         """
         if self._made is None:
             seq, device = self.starts.shape[1], self.starts.device
-            relative = pattern.relative_bias(seq, device).to(dtype)
+            relative = pattern.relative_bias(seq, device, dtype)
             self._made = relative.masked_fill(self.hidden(), float("-inf"))
         return self._made
 

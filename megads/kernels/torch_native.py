@@ -129,7 +129,8 @@ def attention(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """scaled_dot_product_attention; KV heads are never repeated in memory.
+    """scaled_dot_product_attention; KV heads are repeated in memory only where no fused kernel of
+    a GPU takes fewer of them, that is with a bias or in fp32.
 
     On a CPU its flash kernel takes a bias beside causality, so that ALiBi costs a row per head, and
     is called for one document after another. With dropout it has no fused CPU kernel; the reference
@@ -156,7 +157,7 @@ def attention(
             q, k, v, 0.0, True, attn_mask=bias
         )
     else:
-        bias = pattern.relative_bias(seq, q.device).to(q.dtype)
+        bias = pattern.relative_bias(seq, q.device, q.dtype)
         out = _seeded_sdpa(q, k, v, bias, dropout, seed, grouped=grouped)
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -171,6 +172,9 @@ def _seeded_sdpa(
     *,
     grouped: bool,
 ) -> Tensor:
+    if grouped and q.device.type != "cpu" and (bias is not None or q.dtype == torch.float32):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        grouped = False
     if not dropout:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -43,20 +43,25 @@ class AttentionPattern:
         With `causal` future keys are hidden too; without, the caller hides them itself and a plain
         ALiBi bias stays a row per head. The last bias made is kept.
         """
-        wanted = (seq, device, causal)
-        if self._made is None or self._made[0] != wanted:
-            self._made = (wanted, self._build(seq, device, causal=causal))
-        return self._made[1]
+        return self._kept((seq, device, causal), lambda: self._build(seq, device, causal=causal))
 
-    def relative_bias(self, seq: int, device: torch.device) -> Tensor:
+    def relative_bias(self, seq: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The causal bias in relative distances, `[1, heads, seq, seq]`, 0 at the query itself.
 
-        What is rounded in a narrow type then is small or matters little. Not kept.
+        What is rounded in a narrow type then is small or matters little. Kept like the other.
         """
-        if self.is_plain_causal(seq):
-            return self._build(seq, device, causal=True)
-        bias = self.bias(seq, device, causal=True)
-        return bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
+
+        def build() -> Tensor:
+            bias = self._build(seq, device, causal=True)
+            return (bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]).to(dtype)
+
+        return self._kept((seq, device, dtype), build)
+
+    def _kept(self, wanted: tuple[object, ...], build: Callable[[], Tensor]) -> Tensor:
+        if self._made is None or self._made[0] != wanted:
+            with torch.inference_mode(False):  # the model may be trained afterwards
+                self._made = (wanted, build())
+        return self._made[1]
 
     def _build(self, seq: int, device: torch.device, *, causal: bool) -> Tensor:
         position = torch.arange(seq, device=device)

@@ -86,20 +86,19 @@ def kept_bytes(config: ModelConfig, chunk: Chunk, size: PassSize) -> Kept:
 
 
 def table_bytes(config: ModelConfig, chunk: Chunk, size: PassSize) -> int:
-    """Tables that a chunk makes once: rotary cosines and sines, an fp32 bias of attention."""
+    """Tables that a chunk makes once: rotary cosines and sines, a bias of attention."""
     if not chunk.layers:
         return 0
     rotary = size.seq * config.rotary_dim * size.itemsize if config.position == "rope" else 0
-    heads = _bias_heads(config, size)
+    row = _bias_heads(config, size) * size.seq
+    has_alibi, is_windowed = config.position == "alibi", _is_windowed(config, size)
+    if size.device != "cpu":
+        has_bias = has_alibi or is_windowed or size.documents
+        return rotary + (size.itemsize * row * size.seq if has_bias else 0)
     # Fused attention on a CPU knows causality by itself and takes ALiBi as a row per head.
-    if size.device == "cpu" and not config.attention_dropout:
-        if _is_windowed(config, size):
-            return rotary + FLOAT * heads * size.seq**2
-        return rotary + (FLOAT * heads * size.seq if config.position == "alibi" else 0)
-    is_reference = size.device == "cpu"
-    if is_reference or config.position == "alibi" or _is_windowed(config, size):
-        return rotary + FLOAT * heads * size.seq**2
-    return rotary
+    if is_windowed or config.attention_dropout:
+        return rotary + FLOAT * row * size.seq
+    return rotary + (FLOAT * row if has_alibi else 0)
 
 
 def _bias_heads(config: ModelConfig, size: PassSize) -> int:
@@ -159,9 +158,9 @@ def _attention(config: ModelConfig, size: PassSize) -> tuple[int, int]:
     if config.attention_dropout and on_cpu:
         return _reference_attention(config, size)
     kept = qkv + normed + heads.q + FLOAT * heads.rows_q
-    has_bias = config.position == "alibi" or _is_windowed(config, size)
-    if has_bias and not on_cpu and not size.documents:  # with them one serves all blocks
-        kept += _bias_heads(config, size) * size.seq**2 * size.itemsize
+    has_bias = config.position == "alibi" or _is_windowed(config, size) or size.documents
+    if heads.q != heads.k and not on_cpu and (has_bias or size.itemsize == FLOAT):
+        kept += 2 * heads.q  # keys and values, repeated for a kernel that knows no groups
     return kept, heads.q
 
 

@@ -48,9 +48,10 @@ class RotaryTable:
         """(cos, sin), each `[seq, rotary_dim / 2]`."""
         wanted = (seq, dtype, device)
         if self._made is None or self._made[0] != wanted:
-            positions = torch.arange(seq, dtype=torch.float64)
-            angles = torch.outer(positions, rotary_frequencies(self._config))
-            tables = tuple(t.to(device, dtype) for t in (angles.cos(), angles.sin()))
+            with torch.inference_mode(False):  # the model may be trained afterwards
+                positions = torch.arange(seq, dtype=torch.float64)
+                angles = torch.outer(positions, rotary_frequencies(self._config))
+                tables = tuple(t.to(device, dtype) for t in (angles.cos(), angles.sin()))
             self._made = (wanted, (tables[0], tables[1]))
         return self._made[1]
 

@@ -11,11 +11,11 @@ import torch
 
 from megads.checkpoint.store import CheckpointStore
 from megads.config.directories import offload_directory
+from megads.config.rampup import BatchRampup
 from megads.config.schema import Config
 from megads.config.validate import resolve_layout
 from megads.data.ledger import DataLedger, Rewind
 from megads.data.loader import TokenLoader
-from megads.data.sampler import BatchRampup
 from megads.data.streaming import StreamLoader
 from megads.kernels.api import Kernels, select_kernels
 from megads.launch.activity import Activity

@@ -39,11 +39,11 @@ class LanguageModel(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Raises ValueError for ids that are not in the vocabulary: rows past it are padding."""
-        if token_ids.numel() and int(token_ids.max()) >= self.config.vocab_size:
-            raise ValueError(
-                f"token id {int(token_ids.max())} is outside the vocabulary of "
-                f"{self.config.vocab_size}"
-            )
+        for extreme in (token_ids.min(), token_ids.max()) if token_ids.numel() else ():
+            if not 0 <= int(extreme) < self.config.vocab_size:
+                raise ValueError(
+                    f"token id {int(extreme)} is outside the vocabulary of {self.config.vocab_size}"
+                )
         return self.stage.logits(None, MicroBatch(tokens=token_ids, labels=token_ids))
 
 
@@ -101,8 +101,8 @@ def run_tokenizer(checkpoint_dir: str | Path, name: str | None = None) -> Tokeni
 def _configured_tokenizer(config: Path, vocab_size: int) -> str:
     try:
         data = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]
-        name, paths = data["tokenizer"], data.get("paths", ())
-        was_used = data.get("source") == "streaming" or any(map(is_text, paths))
+        name, paths = data["tokenizer"], data.get("paths")
+        was_used = paths is None or data.get("source") == "streaming" or any(map(is_text, paths))
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
         name, was_used = None, False
     # The default stands there too when only token files were read.

@@ -86,7 +86,10 @@ class ShardMaker:
     def _states(self, numels: Sequence[int]) -> States:
         offload = self._offload
         if offload.kind == "nvme":
-            return FileStates(offload.path, self._kinds, numels, budget=offload.budget)
+            pinned = self._mesh.device.type == "cuda"
+            return FileStates(
+                offload.path, self._kinds, numels, budget=offload.budget, pinned=pinned
+            )
         moments = [kind for kind in self._kinds if kind != MASTER]
         return MemoryStates([{kind: self._zeros(n) for kind in moments} for n in numels])
 

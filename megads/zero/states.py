@@ -96,18 +96,26 @@ class FileStates:
 
     The file is unlinked as soon as it is open: nobody can read it later, and the space is free
     again however the process ends. Zeros at first. Where the file system allows, reading and
-    writing goes past the page cache. Raises ConfigError if the directory cannot hold the file.
+    writing goes past the page cache. `pinned`: copies to and from a GPU are made of the memory in
+    between. Raises ConfigError if the directory cannot hold the file.
     """
 
     def __init__(
-        self, directory: Path, kinds: Sequence[str], numels: Sequence[int], *, budget: int
+        self,
+        directory: Path,
+        kinds: Sequence[str],
+        numels: Sequence[int],
+        *,
+        budget: int,
+        pinned: bool = False,
     ) -> None:
         self._kinds = tuple(kinds)
         self.layout = FileLayout(len(self._kinds), tuple(numels), budget)
         self._offsets, self._piece = self.layout.offsets(), self.layout.piece
         self._file = _reserve(directory, self.layout.file_bytes)
+        self._pinned = pinned
         self._sets = [
-            {kind: _host_buffer(4 * self._piece) for kind in self._kinds}
+            {kind: self.host_buffer(4 * self._piece) for kind in self._kinds}
             for _ in range(BUFFER_SETS)
         ]
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -198,6 +206,13 @@ class FileStates:
         buffers = sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
         return 0, buffers, os.fstat(self._file).st_size
 
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """fp32 memory at a page boundary."""
+        if self._pinned:
+            return torch.zeros(nbytes // 4, pin_memory=True)
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.float32)
+
     def close(self) -> None:
         self._reader.shutdown()
         self._writer.shutdown()
@@ -219,19 +234,11 @@ class FileSlice(Stored):
     def opened(self, *, write: bool) -> Iterator[Tensor]:
         skipped = self.offset % PAGE
         first, nbytes = self.offset - skipped, in_pages(skipped + 4 * self._numel)
-        buffer = _host_buffer(nbytes)
+        buffer = self._owner.host_buffer(nbytes)
         self._owner.move(buffer, nbytes, first, write=False)
         yield buffer[skipped // 4 : skipped // 4 + self._numel]
         if write:
             self._owner.move(buffer, nbytes, first, write=True)
-
-
-def _host_buffer(nbytes: int) -> Tensor:
-    """fp32 memory at a page boundary; pinned where there is a GPU to copy to and from."""
-    if torch.cuda.is_available():
-        return torch.zeros(nbytes // 4, pin_memory=True)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 def _reserve(directory: Path, nbytes: int) -> int:

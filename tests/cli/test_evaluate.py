@@ -94,6 +94,18 @@ def test_the_training_data_may_be_gone(
     assert measured(capsys, run, "--data", held_out) == before[1]
 
 
+def test_a_stream_keeps_nothing_back(
+    tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "corpus.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"words {n} " * 40}) for n in range(40)))
+    words = ["train.steps=1", "model.vocab_size=257", "data.source=streaming", "eval.every=0"]
+    words.append("checkpoint.save_last=true")
+    run_training(workers, tiny_config(tmp_path / "run", str(text), "llama", *words))
+    assert main([str(tmp_path / "run")]) == 2
+    assert "a stream keeps nothing back for evaluation; name other" in capsys.readouterr().err
+
+
 def test_a_set_without_a_sample_is_not_left_out_silently(
     tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:

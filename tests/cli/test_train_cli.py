@@ -86,6 +86,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["parallel=tp3"], ["model.num_attention_heads=4", "parallel.tp=3"]),
         (["data.paths=[nowhere/corpus.txt]"], ["nowhere/corpus.txt"]),
         (["run.dir=/dev/null/run"], ["run.dir=/dev/null/run"]),
+        (["launch.slurm.nodes=4"], ["launch.slurm.nodes=4: only read with launch=slurm"]),
     ],
 )
 def test_what_cannot_run_is_refused_at_once(

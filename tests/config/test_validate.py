@@ -138,6 +138,12 @@ IMPOSSIBLE = [
         ["warmup=200", "decay=101", "300 steps"],
     ),
     (
+        "train.steps=8 train.global_batch_size=12 train.batch_rampup=[4,4,24] "
+        "train.micro_batch_size=4 optim.units=samples optim.warmup=80",
+        None,
+        ["warmup=80", "64 samples"],  # 4 * 3 + 8 * 2 + 12 * 3
+    ),
+    (
         "train.steps=300 optim.units=samples optim.warmup=4801",
         None,
         ["warmup=4801", "4800 samples"],

@@ -148,6 +148,20 @@ def test_token_files_are_used_where_they_are(tmp_path: Path) -> None:
         )
 
 
+def test_texts_are_read_under_their_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n')
+    paths = [str(tmp_path / "a.jsonl")]
+    prefixes = []
+    for key, text in (("text", b"no"), ("body", b"yes")):
+        found = prepare_data(config(tmp_path / "run", paths=paths, text_key=key)).train
+        assert list(IndexedTokens(found[0]).tokens) == [*text, 256]
+        prefixes += found
+    assert prefixes[0] != prefixes[1]
+    tokens = config(tmp_path / "run", paths=[prefixes[0]], text_key="body")
+    with pytest.raises(DataError, match=r"text_key=body is about texts, and only token files"):
+        prepare_data(tokens)
+
+
 def test_sets_are_called_as_they_are_named_or_as_their_files(tmp_path: Path) -> None:
     (tmp_path / "wiki.en.jsonl").write_text('{"text": "some words"}\n')
     paths = [str(tmp_path / "wiki.en.jsonl"), "demo"]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -288,6 +290,66 @@ def test_what_is_there_stays_until_the_new_is_complete(tmp_path: Path) -> None:
     write_numbers(tmp_path / "a.jsonl", 1500)
     interrupted(tmp_path / "a.jsonl", tmp_path / "x")
     assert documents(tmp_path / "x") == [[*b"old", 256]]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("megads.data.unfinished.fcntl.flock", flock)
+    (tmp_path / "a.txt").write_text("a")
+    assert preprocess([tmp_path / "a.txt"], str(tmp_path / "x"), "byte").tokens == 2
+
+
+def test_a_lock_that_stays_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps an open file that is removed under another name in its folder."""
+    (tmp_path / "a.txt").write_text("a")
+    job = UnfinishedTokens(str(tmp_path / "x"), np.dtype("<u2"), "job", 5)
+    unlink, kept = Path.unlink, job.folder / ".nfs1"
+
+    def silly(self: Path, missing_ok: bool = False) -> None:
+        if self.name == "lock":
+            kept.touch()
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", silly)
+    job.discard()
+    monkeypatch.undo()
+    kept.unlink()
+    assert preprocess([tmp_path / "a.txt"], str(tmp_path / "x"), "byte").tokens == 2
+
+
+def test_tokens_that_cannot_be_put_in_place_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "x.bin/in the way").mkdir(parents=True)
+    with pytest.raises(OSError):
+        preprocess([tmp_path / "a.txt"], str(tmp_path / "x"), "byte")
+    assert (tmp_path / "x.partial/tokens.bin").stat().st_size == 2 * len("some text\0")
+    shutil.rmtree(tmp_path / "x.bin")
+    stats = preprocess([tmp_path / "a.txt"], str(tmp_path / "x"), "byte")
+    assert stats.bytes_continued > 0 and documents(tmp_path / "x") == [[*b"some text", 256]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "x.bin", "x.idx"]
+
+
+def test_an_input_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    opened = Path.open
+
+    def forbidden(self: Path, *arguments: Any, **words: Any) -> Any:
+        if self.name == "a.jsonl":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(self, *arguments, **words)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read: Permission denied"):
+        preprocess([tmp_path / "a.jsonl"], str(tmp_path / "x"), "byte")
 
 
 def test_two_runs_at_once(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megads.config.rampup import BatchRampup
 from megads.data.sampler import (
-    BatchRampup,
     EvaluationPlan,
     cut_for_validation,
     global_batch_positions,

@@ -175,8 +175,9 @@ def test_documents_are_packed_as_by_hand(
 
 
 def test_epochs_go_on_without_a_gap(tmp_path: Path) -> None:
-    """One file, one lane: the order of every epoch is the file's."""
-    config = settings(jsonl(tmp_path, [RAGGED]), {"seq_length": 5}, lanes=1)
+    """One lane: the order of every epoch is that of the files and of their documents."""
+    files = jsonl(tmp_path, [RAGGED[:2], RAGGED[2:4], RAGGED[4:]])
+    config = settings(files, {"seq_length": 5}, lanes=1)
     data = open_stream_loader(config)
     want = cut(RAGGED * 4, 5)
     assert [rows(data.batches(i, 1, 1, 1, 0))[0] for i in range(len(want))] == want

@@ -239,6 +239,7 @@ def test_what_is_beside_the_ranks_decides(rank_file: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (302, 300)
     for text in SPLIT_TEXTS:
         assert tokenizer.encode(text) == oracle.encode_ordinary(text)
+    assert tokenizer.decode([300, 299, *oracle.encode_ordinary("x"), 270]) == "</s>x"
     beside.write_text('{"pat_str": "x"}')
     with pytest.raises(DataError, match=r"x\.tiktoken\.json: expected .* special_tokens"):
         load_tokenizer(str(rank_file))

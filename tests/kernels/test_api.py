@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import typing
 from dataclasses import replace
 
@@ -59,6 +61,19 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with pytest.raises(KernelUnavailable, match=r"compiled cannot run here: .*compiler"):
         select_kernels(KernelsConfig(norm="compiled"), "cpu", FP32)
+
+
+def test_a_gpu_is_asked_about_in_a_process_that_has_done_nothing_else() -> None:
+    """Of torch's modules not all are there after `import torch`."""
+    code = """
+import torch
+from megads.kernels.compiled import why_unavailable
+print(why_unavailable(torch.device("cuda"), torch.float32))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() in ("None", "torch.compile needs triton for this device")
 
 
 def test_compiled_leaves_the_rest_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,43 @@ def test_the_mask_of_other_devices(pattern: str) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert documents.bias(where, torch.float32) is bias
     assert [t is bias for t in documents.made] == [True]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "in_documents", "repeats"),
+    [
+        ("causal", torch.bfloat16, False, False),
+        ("causal", torch.float32, False, True),
+        ("causal", torch.bfloat16, True, True),
+        ("window", torch.bfloat16, False, True),
+        ("alibi", torch.bfloat16, False, True),
+    ],
+)
+def test_no_kernel_of_a_gpu_is_asked_for_groups_that_it_cannot_take(
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: str,
+    dtype: torch.dtype,
+    in_documents: bool,
+    repeats: bool,
+) -> None:
+    """Its flash kernel has no bias and no fp32, the other one no groups of query heads."""
+    asked: list[tuple[int, bool, bool]] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, **words: Any) -> Tensor:
+        assert k.shape == v.shape and words["is_causal"] == (attn_mask is None)
+        asked.append((k.shape[1], words["enable_gqa"], attn_mask is not None))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    q, k, v = (t.to("meta", dtype) for t in inputs(2))
+    documents = Documents(starts_of(ROWS).to("meta")) if in_documents else None
+    where = patterns(6)[pattern]
+    out = kernels_of("torch").attention(q, k, v, where, documents=documents)
+    assert out.shape == (*q.shape[:2], q.shape[2] * q.shape[3])
+    has_bias = in_documents or pattern != "causal"
+    assert asked == [(6 if repeats else 2, not repeats, has_bias)]
+    if has_bias and not in_documents:  # one for all blocks
+        assert where.relative_bias(q.shape[0], q.device, dtype) is where.made[0]
 
 
 @FAST

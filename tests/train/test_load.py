@@ -75,12 +75,14 @@ def canonical(model: GPT2LMHeadModel) -> dict[str, torch.Tensor]:
     return out
 
 
-def save_sharded(path: Path, tensors: dict[str, torch.Tensor], tp: int, dp: int) -> None:
+def save_sharded(
+    path: Path, tensors: dict[str, torch.Tensor], tp: int, dp: int, config: ModelConfig = CONFIG
+) -> None:
     """Save as `tp` x `dp` ranks would, each dp rank holding a flat half of what is local."""
 
     def work(world: Axis):
         pieces = []
-        for spec in param_specs(CONFIG):
+        for spec in param_specs(config):
             size = math.prod(spec.local_shape(tp))
             cut = world.index // tp * size // dp, (world.index // tp + 1) * size // dp
             for box in flat_range_boxes(spec, tp, world.index % tp, *cut):
@@ -90,7 +92,7 @@ def save_sharded(path: Path, tensors: dict[str, torch.Tensor], tp: int, dp: int)
                 pieces.append(TensorPiece(key, data.dtype, spec.shape, box.offset, box.shape, data))
         layout = {"tp": tp, "pp": 1, "dp": dp}
         CheckpointStore(path, world).save(
-            7, pieces, state={}, meta={"model": CONFIG, "layout": layout}
+            7, pieces, state={}, meta={"model": config, "layout": layout}
         )
 
     assert simulate(tp * dp, work) == [None] * (tp * dp)
@@ -131,6 +133,8 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     assert model.stage.embedding.word.weight.shape[0] == 104, "padded rows exist"
     with pytest.raises(ValueError, match="101"):
         model(torch.tensor([[101]]))
+    with pytest.raises(ValueError, match="-100 is outside the vocabulary of 101"):
+        model(torch.tensor([[3, -100]]))
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -172,3 +176,16 @@ def test_a_default_that_read_no_text_is_not_taken_for_the_tokenizer(
     else:
         with pytest.raises(ConfigError, match=r"name one \(--tokenizer\)"):
             known()
+
+
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+def test_a_model_that_was_evaluated_can_be_trained(tmp_path, position):
+    """What is kept of a pass in inference mode serves one that is differentiated."""
+    config = ModelConfig(**CONFIG.model_dump() | {"position": position})
+    tensors = {spec.name: torch.randn(spec.shape) for spec in param_specs(config)}
+    save_sharded(tmp_path, tensors, 1, 1, config)
+    model, ids = load_model(tmp_path), torch.randint(0, 101, (2, 8))
+    with torch.inference_mode():
+        model(ids)
+    model.train()
+    model(ids).sum().backward()
