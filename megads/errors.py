@@ -61,6 +61,12 @@ class CheckpointError(MegadsError):
     """A checkpoint is missing, incomplete or does not match the model."""
 
 
+class LostRanksError(CheckpointError):
+    """The others do not answer any more: what is done together cannot be done again."""
+
+    may_pass = True
+
+
 class DamageError(CheckpointError):
     """Files of a checkpoint are not what was once committed; an older checkpoint may be whole."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy
 
 from megads.checkpoint.manifest import BLOCK, SUMS, FileEntry
-from megads.errors import DamageError
+from megads.errors import CheckpointError, DamageError
 
 _COLUMNS = 512
 _ROW = 8 * _COLUMNS
@@ -107,11 +107,26 @@ def check_whole(path: Path, entry: FileEntry) -> None:
         raise DamageError(f"{path} is damaged: digest {found} instead of {entry.digest}")
 
 
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What a file of a checkpoint that cannot be opened or read means: damage if it is gone. Else
+    it may be whole, on a disk or a server that will answer again, and is not to be given up."""
+    text = f"cannot read {path}: {error.strerror}"
+    if isinstance(error, FileNotFoundError):
+        return DamageError(text)
+    failure = CheckpointError(
+        f"{text}. It is not known to be damaged; to go on from an older checkpoint all the same, "
+        f"move {path.parent} away"
+    )
+    failure.may_pass = True
+    return failure
+
+
 class BlockReader:
     """Checked bytes of a file: every block is held against its digest before any of it is used.
 
     Blocks pass through a window of memory that grows to the largest range asked for. A context
-    manager. Raises DamageError naming the file and the bytes that are not what was written.
+    manager. Raises DamageError naming the file and the bytes that are not what was written, and
+    what `unreadable` makes of other errors.
     """
 
     def __init__(self, path: Path, entry: FileEntry, *, window: int = 4 << 20) -> None:
@@ -121,7 +136,7 @@ class BlockReader:
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise DamageError(f"cannot read {path}: {error.strerror}") from error
+            raise unreadable(path, error) from error
         actual = os.fstat(self._file).st_size
         if actual != entry.size:
             os.close(self._file)
@@ -165,7 +180,7 @@ class BlockReader:
                 view = self._window.data[at + done : at + size]
                 count = os.preadv(self._file, [view], offset + done)
             except OSError as error:
-                raise DamageError(f"cannot read {self._path}: {error.strerror}") from error
+                raise unreadable(self._path, error) from error
             if not count:
                 raise DamageError(f"{self._path} is damaged: it ends at {offset + done}")
             done += count

@@ -18,6 +18,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from megads.checkpoint.blocks import unreadable
 from megads.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -93,17 +94,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a committed checkpoint.
 
     Raises DamageError naming the file that is missing or not what was committed, CheckpointError
-    when it was committed but is not valid.
+    when it was committed but is not valid, or cannot be read now.
     """
     path = checkpoint / MANIFEST
     try:
         committed = (checkpoint / COMMIT).read_bytes()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise DamageError(f"no checkpoint at {checkpoint}: it has no {COMMIT} file") from error
+    except OSError as error:
+        raise unreadable(checkpoint / COMMIT, error) from error
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DamageError(f"cannot read {path}: {error.strerror}") from error
+        raise unreadable(path, error) from error
     if committed != commit_text(data).encode():
         raise DamageError(f"{path} is damaged: its SHA-256 is not the one in {COMMIT}")
     return decode_manifest(data, str(path))
@@ -201,7 +204,13 @@ def set_aside(path: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint, or what is left of one; at no time does half of one look whole."""
+    """Delete a checkpoint, or what is left of one; at no time does half of one look whole.
+
+    Of one that a user has moved elsewhere, with a link in its place, only the link.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
     if _STEP.fullmatch(path.name):
         path = path.rename(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
     (path / COMMIT).unlink(missing_ok=True)
@@ -214,11 +223,15 @@ def retain(directory: Path, keep: int, newest: int) -> None:
     `keep` below 0 keeps all; 0 counts as 1. `newest`, just committed, always stays. A deletion
     that fails is logged: the checkpoint that was just written is worth more than tidiness.
     """
-    doomed = [entry for entry in directory.iterdir() if _is_left_over(entry, newest)]
-    if keep >= 0:
-        older = [step for step in committed_steps(directory) if step != newest]
-        surplus = older[: max(0, len(older) - (max(keep, 1) - 1))]
-        doomed += [step_path(directory, step) for step in surplus]
+    try:
+        doomed = [entry for entry in directory.iterdir() if _is_left_over(entry, newest)]
+        if keep >= 0:
+            older = [step for step in committed_steps(directory) if step != newest]
+            surplus = older[: max(0, len(older) - (max(keep, 1) - 1))]
+            doomed += [step_path(directory, step) for step in surplus]
+    except OSError as error:
+        log.warning("could not look for what to delete in %s: %s", directory, error)
+        return
     for path in doomed:
         _delete(path)
 

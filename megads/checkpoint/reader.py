@@ -50,6 +50,16 @@ def check_model(path: Path, manifest: Manifest, model: ModelConfig) -> None:
         raise CheckpointError(f"{path} holds another model: {'; '.join(differences)}")
 
 
+def check_layers(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for more layers than there can be: a model is made of their number,
+    which in a file from elsewhere may be anything."""
+    if manifest.model.num_layers > len(manifest.tensors):
+        raise CheckpointError(
+            f"{path} cannot hold {manifest.model.num_layers} layers: there are only "
+            f"{len(manifest.tensors)} tensors"
+        )
+
+
 def fill_pieces(path: Path, manifest: Manifest, wanted: Sequence[TensorPiece]) -> None:
     """Copy stored values into the wanted pieces, reading and checking only the blocks needed.
 

@@ -261,7 +261,6 @@ class CheckpointStore:
         def commit() -> None:
             if is_first:
                 directory.commit(plan.temporary, final, make_manifest(plan, files, state, meta))
-                directory.retain(self.path, self.keep, plan.step)
 
         try:
             files = together(self.saving, doing, write)
@@ -270,4 +269,6 @@ class CheckpointStore:
             if is_first:
                 shutil.rmtree(plan.temporary, ignore_errors=True)
             raise
+        if is_first:
+            directory.retain(self.path, self.keep, plan.step)
         return final

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megads.checkpoint.directory import commit, find_checkpoint, read_manifest
 from megads.checkpoint.manifest import Manifest
-from megads.checkpoint.reader import fill_pieces
+from megads.checkpoint.reader import check_layers, fill_pieces
 from megads.checkpoint.reshard import assign_writers
 from megads.checkpoint.writer import SaveMeta, SavePlan, make_manifest, piece_info, write_share
 from megads.convert.narrow import retype
@@ -56,6 +56,7 @@ class _Megads(Source):
         self.path = found
         self.extras = extra_files(found.parent)
         self.manifest: Manifest = read_manifest(found)
+        check_layers(found, self.manifest)
         self.model = self.manifest.model
         self.kinds = tuple(
             kind for kind in KINDS if any(k.startswith(f"{kind}/") for k in self.manifest.tensors)

@@ -125,15 +125,14 @@ def worker_environment(
 ) -> dict[str, str]:
     """Variables that workers started on this machine get beside those it has already.
 
-    On a CPU each worker computes with its share of the cores, the C library keeps large buffers
-    instead of giving them back to the kernel after every step, and gloo stays on the loopback
-    interface. What the user has set is never in the result, except that an explicit `threads`
-    (launch.threads) is stronger than OMP_NUM_THREADS.
+    What each worker computes on the CPU (all of it, or offloaded updates) takes its share of the
+    cores. Without a GPU the C library keeps large buffers instead of giving them back to the kernel
+    after every step, and gloo stays on the loopback interface. What the user has set is never in
+    the result, except that an explicit `threads` (launch.threads) is stronger than OMP_NUM_THREADS.
     """
     environ = os.environ if environ is None else environ
-    wanted = {"PYTHONUNBUFFERED": "1"}
+    wanted = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(max(1, cores // workers))}
     if on_cpu:
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // workers))
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
         if tune_allocator:
             wanted["MALLOC_MMAP_THRESHOLD_"] = str(4 * 2**30)

@@ -119,7 +119,8 @@ class _Lane:
     def to_host(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
             return tensor.clone()
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        # Contiguous, whatever the tensor is a view of: else the copy goes through other memory.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         stream = self._stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):

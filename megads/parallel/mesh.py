@@ -154,15 +154,20 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that `build` made and this rank is in, each once."""
+        """The groups that `build` made and this rank is in, in the order in which all made them."""
         links = vars(self.links).values()
         axes = (self.tp, self.pp, self.dp, self.shard, self.replica, self.kv, self.tied)
         found = [a.group for a in (*axes, self.world, self.saving)]
         found += [link.group for link in links if link is not None]
-        return list(dict.fromkeys(group for group in found if group is not None))
+        unique = {group for group in found if group is not None}
+        return sorted(unique, key=lambda g: (len(g.group_name), g.group_name))  # a counter's
 
     def close(self) -> None:
-        """Destroy the groups. All ranks, once nothing is under way any more."""
+        """Destroy the groups. All ranks, once nothing is under way any more.
+
+        NCCL waits for the others of a group: of the links of a ring, in an order of each rank's
+        own, all would wait for each other.
+        """
         for group in self.groups:
             dist.destroy_process_group(group)
 

@@ -160,7 +160,7 @@ class _Lookup(torch.autograd.Function):
         if first is not None:
             ids = ids - first
             outside = ((ids < 0) | (ids >= weight.shape[0]))[:, None]
-            ids = ids.masked_fill_(outside[:, 0], 0)
+            ids = torch.where(outside[:, 0], ids.remainder(weight.shape[0]), ids)
         ctx.save_for_backward(ids, outside)
         ctx.shape, ctx.sink = weight.shape, sink_of(weight)
         rows = weight.index_select(0, ids)
@@ -171,7 +171,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         ids, outside = ctx.saved_tensors
         if outside is not None:
-            # Rows held elsewhere add zero to row 0: no data-dependent shapes.
+            # Rows held elsewhere add zero to some row: no data-dependent shapes, and no row to
+            # which a GPU would have to add most of the tokens one after the other.
             grad = grad.masked_fill(outside, 0)
         if ctx.sink is not None:
             ctx.sink.add_rows(ids, grad)

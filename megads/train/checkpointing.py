@@ -12,7 +12,7 @@ from megads.checkpoint.manifest import COMMIT, Manifest
 from megads.checkpoint.store import LoadedState
 from megads.config.schema import Config
 from megads.data.streaming import StreamLoader
-from megads.errors import CheckpointError, DamageError
+from megads.errors import CheckpointError, DamageError, LostRanksError
 from megads.train.build import RunParts
 from megads.train.data import continue_plan, earlier_rewinds
 
@@ -204,7 +204,7 @@ def _wait(parts: RunParts) -> None:
     try:
         parts.store.wait()
     except CheckpointError as error:
-        if parts.config.checkpoint.on_error == "stop":
+        if parts.config.checkpoint.on_error == "stop" or isinstance(error, LostRanksError):
             raise
         parts.metrics.note(f"WARNING: {error}. Training goes on (checkpoint.on_error=continue)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from megads.checkpoint.directory import find_checkpoint, read_manifest
 from megads.checkpoint.manifest import Manifest
-from megads.checkpoint.reader import fill_pieces
+from megads.checkpoint.reader import check_layers, fill_pieces
 from megads.config.data_files import is_text
 from megads.config.model import ModelConfig
 from megads.config.schema import KernelsConfig
@@ -63,6 +64,7 @@ def load_model(
     manifest = read_manifest(path)
     config = manifest.model
     dtype = dtype or _saved_dtype(path, manifest)
+    check_layers(path, manifest)
     mesh = Mesh.single(device)
     plan = plan_stages(config, pp=1, chunks=1, seq_length=config.max_seq_length)
     kernels, _ = select_kernels(KernelsConfig(), mesh.device, dtype)
@@ -113,11 +115,10 @@ def _configured_tokenizer(config: Path, vocab_size: int) -> str:
 
 
 def _saved_dtype(path: Path, manifest: Manifest) -> torch.dtype:
-    for key, entry in manifest.tensors.items():
-        if key.startswith("param/"):
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            return dtype
-    raise CheckpointError(f"{path} holds no parameters")
+    found = {entry.dtype for key, entry in manifest.tensors.items() if key.startswith("param/")}
+    if not found:
+        raise CheckpointError(f"{path} holds no parameters")
+    return reduce(torch.promote_types, (getattr(torch, name) for name in found))
 
 
 def _pieces(stage: GPTStage) -> list[TensorPiece]:

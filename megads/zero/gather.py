@@ -44,7 +44,9 @@ class ParamGatherer:
             for bucket in buckets:
                 if id(bucket) not in self._held:
                     self._held[id(bucket)] = bucket, _Gathering(bucket, self._mesh, self._fetch)
-        for buckets in (now, *later[:1]):
+        # To begin waits for the shard: where nothing is gathered, until it is needed.
+        begun = (now, *later[:1]) if self._mesh.shard.size > 1 else ()
+        for buckets in begun:
             for bucket in buckets:
                 self._held[id(bucket)][1].begin()
         for bucket in now:

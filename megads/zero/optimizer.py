@@ -103,11 +103,14 @@ class ZeroOptimizer:
         self.updates += 1
         self._forget_gathered()
         gathering = []
+        divisor: Tensor | None = None  # made once: on a GPU this waits for all that is under way
         for piece in self._states.stream():
             shard = self._shards[piece.shard]
             with self.mesh.phases("optimizer"):  # from a slow disk, each piece is progress
+                if divisor is None and grad_divisor != 1.0:
+                    divisor = torch.tensor(grad_divisor, device=piece.tensors[MASTER].device)
                 for decays in (True, False):
-                    self._update(shard, piece, lr, grad_divisor, decays=decays)
+                    self._update(shard, piece, lr, divisor, decays=decays)
                 if shard.params is not None and not shard.is_master:
                     shard.params[piece.start : piece.stop].copy_(piece.tensors[MASTER])
             if piece.stop == shard.numel:
@@ -116,7 +119,7 @@ class ZeroOptimizer:
             handle.wait()
 
     def _update(
-        self, shard: Shard, piece: StatePiece, lr: float, divisor: float, *, decays: bool
+        self, shard: Shard, piece: StatePiece, lr: float, divisor: Tensor | None, *, decays: bool
     ) -> None:
         runs = [
             slice(max(s.start, piece.start), min(s.stop, piece.stop))
@@ -135,7 +138,7 @@ class ZeroOptimizer:
                 self.updates,
                 lr,
                 self._config.weight_decay if decays else 0.0,
-                torch.tensor(divisor, device=master.device) if divisor != 1.0 else None,
+                divisor,
             ),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import zlib
@@ -13,7 +14,7 @@ import pytest
 from megads.checkpoint import blocks
 from megads.checkpoint.blocks import BlockReader, FileDigest, check_whole, write_blocks
 from megads.checkpoint.manifest import BLOCK, FileEntry
-from megads.errors import DamageError
+from megads.errors import CheckpointError, DamageError
 
 SIZES = [1, 7, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 12345]
 
@@ -134,3 +135,22 @@ def test_short_writes_are_completed():
 
     blocks._write_all(write, memoryview(b"0123456789"))
     assert bytes(taken) == b"0123456789"
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
+def test_what_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch, number):
+    entry = written(tmp_path / "a", content(5000))
+
+    def refused(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refused)
+        with BlockReader(tmp_path / "a", entry) as reader, pytest.raises(CheckpointError) as read:
+            reader.read(0, 1)
+        patch.setattr(os, "open", refused)
+        with pytest.raises(CheckpointError, match="not known to be damaged") as opened:
+            BlockReader(tmp_path / "a", entry)
+    for caught in (read.value, opened.value):
+        assert not isinstance(caught, DamageError) and caught.may_pass
+        assert f"move {tmp_path} away" in str(caught)

@@ -219,3 +219,26 @@ def test_a_crash_after_replacing_removes_the_old_one(tmp_path):
     directory.recover(tmp_path)
     assert names(tmp_path) == {"step-1"}
     assert (tmp_path / "step-1" / FILE).read_bytes() == b"n" * 40
+
+
+def test_of_a_checkpoint_behind_a_link_only_the_link_is_deleted(tmp_path):
+    root, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    for step in (1, 2, 3):
+        make(root, step)
+    (root / "step-1").rename(archive)
+    (root / "step-1").symlink_to(archive)
+    assert directory.committed_steps(root) == [1, 2, 3]
+    directory.retain(root, 1, 3)
+    assert names(root) == {"step-3"}
+    assert directory.read_manifest(archive).step == 1 and (archive / FILE).is_file()
+
+
+def test_a_directory_that_cannot_be_listed_now_is_no_failure(tmp_path, monkeypatch, caplog):
+    make(tmp_path, 1)
+
+    def stale(self):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", stale)
+    directory.retain(tmp_path, 1, 1)
+    assert "could not look for what to delete" in caplog.text and "Stale" in caplog.text

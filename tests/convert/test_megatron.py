@@ -244,6 +244,8 @@ def test_iterations(tmp_path: Path) -> None:
     assert open_source(folder / "iter_0000002", "auto").trained.step == 2
     with pytest.raises(CheckpointError, match="no iteration 3; there are 2, 4"):
         open_source(folder, "auto", ReadOptions(step=3))
+    with pytest.raises(CheckpointError, match="iter_0000002 is not of --step 4"):
+        open_source(folder / "iter_0000002", "auto", ReadOptions(step=4))
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     tracker = copy / "latest_checkpointed_iteration.txt"

@@ -158,3 +158,35 @@ def test_one_process_needs_no_group() -> None:
         axis = getattr(mesh, name)
         assert (axis.name, axis.size, axis.index, axis.group) == (name, 1, 0, None)
     assert Mesh.build(ParallelLayout(), 0) == mesh
+
+
+def names_of_groups(rank: int, world: int, layout: ParallelLayout) -> tuple[list[str], list[str]]:
+    mesh = mesh_for(layout, rank)
+    links = [link.group.group_name for link in vars(mesh.links).values() if link is not None]
+    return [group.group_name for group in mesh.groups], links
+
+
+def comes_to_an_end(orders: list[list[str]]) -> bool:
+    """Whether ranks that leave their groups in these orders, each waiting for all others of the
+    group, leave them all."""
+    while any(orders):
+        ready = {
+            order[0]
+            for order in orders
+            if order and all(o[0] == order[0] for o in orders if order[0] in o)
+        }
+        if not ready:
+            return False
+        orders = [order[1:] if order and order[0] in ready else order for order in orders]
+    return True
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(pp=4), ParallelLayout(tp=2, pp=2)])
+def test_ranks_that_wait_for_each_other_destroy_all_groups(
+    workers: Workers, layout: ParallelLayout
+) -> None:
+    found = workers(4).run(names_of_groups, layout)
+    assert comes_to_an_end([groups for groups, _ in found])
+    assert all(set(links) <= set(groups) for groups, links in found)
+    # By the roles of its links, each rank of a ring would wait for the one before it.
+    assert not comes_to_an_end([links for _, links in found])

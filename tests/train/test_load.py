@@ -122,6 +122,9 @@ def test_dtype_is_the_saved_one_or_the_one_asked_for(tmp_path):
     tensors = {name: t.bfloat16() for name, t in canonical(gpt2()).items()}
     save_sharded(tmp_path, tensors, 1, 1)
     assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
+    mixed = tensors | {"final_norm.weight": tensors["final_norm.weight"].float()}
+    save_sharded(tmp_path / "mixed", mixed, 1, 1)  # nothing is rounded
+    assert {p.dtype for p in load_model(tmp_path / "mixed").parameters()} == {torch.float32}
     as_float = load_model(tmp_path, dtype=torch.float32)
     found = dict(as_float.stage.named_parameters())["blocks.2.mlp.up.weight"]
     assert torch.equal(found, tensors["blocks.2.mlp.up.weight"].float())

@@ -137,7 +137,8 @@ class _HuggingFace(Source):
 
     def _check_tied(self, embedding: Tensor) -> None:
         assert self._head_copy is not None
-        if not torch.equal(embedding, self._read(self._head_copy)):
+        head = self._read(self._head_copy)
+        if embedding.dtype != head.dtype or not torch.equal(embedding, head):
             raise CheckpointError(
                 f"{self.path}: {self._names[self._head_copy]} is not the embedding, to which "
                 f"{CONFIG} ties it; set tie_word_embeddings to false there to keep both"

@@ -150,7 +150,13 @@ def _activation(args: Arguments, *, before_core: bool) -> str:
 def _window(args: Arguments) -> int | None:
     """Megatron-LM counts the tokens before, and leaves out the token itself."""
     size = args.get("window_size")
-    return None if size is None or size[0] < 0 else int(size[0]) + 1
+    if size is None:
+        return None
+    try:
+        before = int(size[0])
+    except (TypeError, ValueError, LookupError):
+        raise CheckpointError(f"the stored arguments say window_size={size!r}") from None
+    return None if before < 0 else before + 1
 
 
 def _scaling(args: Arguments) -> dict[str, Any] | None:

@@ -40,6 +40,9 @@ def iteration_folder(path: Path, options: ReadOptions) -> Path:
     Raises CheckpointError if it isn't there, or can't be told.
     """
     if is_torch(path) or is_torch_dist(path):
+        named = _ITERATION.fullmatch(path.name)
+        if options.step is not None and named and int(named[1]) != options.step:
+            raise CheckpointError(f"{path} is not of --step {options.step}; name the folder above")
         return path
     if options.step is not None:
         folder = _iterations(path).get(options.step)

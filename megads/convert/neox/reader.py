@@ -72,6 +72,11 @@ def open_source(path: Path, options: ReadOptions) -> Source:
     source = DeepSpeedSource("gpt-neox", folder, model, shards, slots)
     source.trained = trained(states, None, settings.get("seq_length"))
     notes = words.notes
+    if model.num_kv_heads < model.num_attention_heads:
+        notes += (
+            "grouped KV heads are taken as GPT-NeoX stores them since November 2024; before, it "
+            "stored the same shapes in another order, which is not read",
+        )
     if options.optimizer and len(source.kinds) == 1 and states.get("optimizer"):
         notes += ("the optimizer's state is left out: it is stored without names",)
     source.describe(notes, precision_of(settings))
