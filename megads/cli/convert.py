@@ -34,13 +34,15 @@ def _convert(words: Sequence[str]) -> int:
     from megads.cli.convert_arguments import parse
     from megads.convert.formats import open_source
     from megads.convert.report import progress, summary
-    from megads.convert.run import check_equal, convert, mapping, open_checked
+    from megads.convert.run import check_equal, convert, mapping, open_checked, unfinished
     from megads.train.agreement import compare_logits
 
     options = parse(words)
     source = open_checked(options.source, options.from_format, options.reading)
     table = mapping(source)
     print(summary(source, table, every=options.table))
+    for left in unfinished(options.target):
+        print(f"note: {left} is of a conversion that was killed, if none is running; delete it")
     with progress(len(table)) as report:
         convert(source, options.target, options.to, options.writing, report)
     if options.check:

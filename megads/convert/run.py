@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -69,6 +70,14 @@ def convert(source: Source, target: Path, to: str, options: WriteOptions, report
         raise CheckpointError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def unfinished(target: Path) -> list[Path]:
+    """What conversions into `target` that were killed have left, or such that still go on."""
+    name = re.compile(re.escape(f".{target.name}-") + "[0-9a-f]{8}")
+    if not target.parent.is_dir():
+        return []
+    return sorted(entry for entry in target.parent.iterdir() if name.fullmatch(entry.name))
 
 
 def writable() -> Sequence[str]:

@@ -123,6 +123,17 @@ class _Full(io.FileIO):
         return super().write(data[:60_000])
 
 
+def test_what_a_killed_conversion_left_is_told(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (".new-0123abcd", ".new-0123", ".newer-0123abcd"):
+        (tmp_path / name).mkdir()
+    assert command(run, tmp_path / "new", "--to", "megads") == 0
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if "was killed" in line)
+    assert note.startswith(f"note: {tmp_path}/.new-0123abcd is of a conversion")
+    assert len(list(tmp_path.glob(".new*"))) == 3
+
+
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
