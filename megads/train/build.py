@@ -36,7 +36,7 @@ from megads.pipeline.executor import PipelineExecutor
 from megads.pipeline.partition import StagePlan, plan_stages
 from megads.train.data import build_loaders, start_ledger
 from megads.train.guard import Guard
-from megads.train.memory import bucket_numel, offload_budget, shard_size
+from megads.train.memory import bucket_numel, offload_budget, require_room, shard_size
 from megads.train.memory_use import MemoryUse
 from megads.train.metrics import Metrics
 from megads.train.state import TrainState
@@ -136,8 +136,8 @@ def build(config: Config, info: RankInfo, activity: Activity | None = None) -> R
     """Make everything of a run, at step 0 with its initial weights. Collective.
 
     `activity` is told what this rank does once training has begun.
-    The process group must have been started. Raises ConfigError, or DataError for data that does
-    not suit the model.
+    The process group must have been started. Raises ConfigError, LayoutError for more than a GPU
+    can hold, or DataError for data that does not suit the model.
     """
     layout = resolve_layout(config, info.world_size)
     mesh = Mesh.build(
@@ -149,6 +149,9 @@ def build(config: Config, info: RankInfo, activity: Activity | None = None) -> R
         timeout_s=WAITING_SHARE * config.launch.timeout_s,
         ring=config.parallel.chunks > 1,
     )
+    if mesh.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(mesh.device).total_memory
+        require_room(config, layout, mesh.coords.pp, memory)
     parallel, dtype = config.parallel, DTYPES[config.precision.name]
     plan = plan_stages(
         config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megads.config.schema import Config, OptimConfig
+from megads.errors import LayoutError
 from megads.models.activations import Kept, PassSize, kept_bytes, table_bytes
 from megads.models.stage import stage_specs, stage_units
 from megads.parallel.layout import ParallelLayout
@@ -92,6 +93,18 @@ def world_states(config: Config, layout: ParallelLayout) -> tuple[int, int]:
     ranks = layout.tp * layout.dp
     memory = sum(s.device.total + s.host.total for s in stages) * ranks
     return memory, sum(s.file for s in stages) * ranks
+
+
+def require_room(config: Config, layout: ParallelLayout, stage: int, nbytes: int) -> None:
+    """Raise LayoutError if a rank's model states alone are more than the `nbytes` of its GPU."""
+    states = predict_states(config, layout, stage).device
+    if states.total > nbytes:
+        parts = (f"{name} {size / 1e9:.1f}" for name, size in vars(states).items() if size)
+        raise LayoutError(
+            f"the model states of {config.model.name} on a GPU of pipeline stage {stage} take "
+            f"{states.total / 1e9:.1f} GB ({', '.join(parts)}), it has {nbytes / 1e9:.1f} GB: more "
+            f"of parallel.tp or parallel.pp, parallel.zero=3 or parallel.offload make them smaller"
+        )
 
 
 def shard_size(config: Config, dp: int) -> int:

@@ -21,6 +21,7 @@ from megads.config.compose import compose
 from megads.config.decode import decode
 from megads.config.schema import Config
 from megads.config.validate import resolve_layout, validate
+from megads.errors import LayoutError
 from megads.kernels.api import select_kernels
 from megads.models.families import param_count, param_specs
 from megads.models.gpt import GPTStage
@@ -36,6 +37,7 @@ from megads.train.memory import (
     ActivationMemory,
     predict_activations,
     predict_states,
+    require_room,
     shard_size,
 )
 from megads.zero.memory import StateMemory
@@ -307,3 +309,14 @@ def test_a_model_that_its_file_holds_needs_little_memory() -> None:
     assert used.file == pytest.approx(12 * elements, rel=0.01)
     assert used.host.total == pytest.approx(4 * elements + 2**29, rel=0.01)
     assert used.device.total < 2.2e9
+
+
+def test_more_than_a_gpu_has_is_refused() -> None:
+    """An eighth of 175 B: weights of 2 bytes, gradients of 4, masters and two moments of 4."""
+    config = compose(["model=gpt-175b", "parallel=tp8", "precision=bf16"])
+    layout = resolve_layout(config)
+    states = predict_states(config, layout, 0).device.total
+    assert states == pytest.approx(175e9 / 8 * (2 + 4 + 12), rel=0.02)
+    require_room(config, layout, 0, states)
+    with pytest.raises(LayoutError, match=r"gpt-175b .* 39\d\.\d GB .*it has 80\.0 GB: more of"):
+        require_room(config, layout, 0, 80 * 10**9)
