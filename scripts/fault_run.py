@@ -48,7 +48,7 @@ class Kind:
 
 GAVE_UP = r"(no progress for|Traceback|.*cannot be reached)"
 KINDS = {
-    "raise": Kind(r"Traceback[^\0]*RuntimeError: an injected fault"),
+    "raise": Kind(r"Traceback[^\0]*ValueError: an injected fault"),
     "exit": Kind("the process ended, with status 0, before", leaves_stacks=False),
     "kill": Kind("rank {rank} was ended by SIGKILL", leaves_stacks=False),
     "segfault": Kind("rank {rank} was ended by SIGSEGV"),

@@ -50,6 +50,9 @@ def data_problems(config: Config) -> Iterator[str]:
     sets = len(data.valid_paths or data.paths)
     if data.valid_names and len(data.valid_names) != sets:
         yield f"data.valid_names has {len(data.valid_names)} names for {sets} {valid}"
+    share = data.valid_fraction
+    if data.valid_paths and share != DataConfig.model_fields["valid_fraction"].default:
+        yield f"data.valid_fraction={share} is only read without data.valid_paths"
     if len(set(data.valid_names)) < len(data.valid_names) or "all" in data.valid_names:
         yield (
             f"data.valid_names={list(data.valid_names)}: each set needs a name of its own, and "

@@ -31,6 +31,9 @@ def logger_problems(config: Config, world_size: int | None) -> Iterator[str]:
         value = getattr(logging, setting)
         if value != LoggingConfig.model_fields[setting].default:
             yield f"logging.{setting}={value} is only read with logging.loggers=wandb"
+    slow = logging.slow_factor
+    if not logging.ranks_every and slow != LoggingConfig.model_fields["slow_factor"].default:
+        yield f"logging.slow_factor={slow} is only read with logging.ranks_every, it is 0"
     yield from _profile(config, world_size)
 
 

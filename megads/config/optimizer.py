@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megads.config.rampup import BatchRampup
-from megads.config.schema import Config, OptimConfig, TrainConfig
+from megads.config.schema import Config, OptimConfig, PrecisionConfig, TrainConfig
 from megads.errors import ConfigError
 
 SETTINGS_OF = {"adamw": ("betas", "eps"), "sgd": ("momentum",)}
 """Settings that only one optimizer reads."""
+OF_FP16 = ("initial_loss_scale", "loss_scale_window", "min_loss_scale")
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
@@ -38,6 +39,10 @@ def optimizer_problems(config: Config) -> Iterator[str]:
             if value != OptimConfig.model_fields[setting].default:
                 yield f"optim.{setting}={value} is for optim.name={name}, it is {optim.name}"
     precision = config.precision
+    for setting in OF_FP16 if precision.name != "fp16" else ():
+        value = getattr(precision, setting)
+        if value != PrecisionConfig.model_fields[setting].default:
+            yield f"precision.{setting}={value} is for precision=fp16, it is {precision.name}"
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
             f"precision.min_loss_scale={precision.min_loss_scale} is above "

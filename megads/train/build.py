@@ -150,8 +150,7 @@ def build(config: Config, info: RankInfo, activity: Activity | None = None) -> R
         ring=config.parallel.chunks > 1,
     )
     if mesh.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(mesh.device).total_memory
-        require_room(config, layout, mesh.coords.pp, memory)
+        require_room(config, layout, mesh.coords.pp, torch.cuda.mem_get_info(mesh.device)[1])
     parallel, dtype = config.parallel, DTYPES[config.precision.name]
     plan = plan_stages(
         config.model, layout.pp, parallel.chunks, config.train.seq_length, split=parallel.split

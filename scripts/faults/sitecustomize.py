@@ -25,7 +25,7 @@ VARIABLE = "MEGADS_FAULT"
 
 
 def _raise() -> None:
-    raise RuntimeError("an injected fault")
+    raise ValueError("an injected fault")  # in a collective, RuntimeErrors are of the network
 
 
 def _enter_alone() -> None:

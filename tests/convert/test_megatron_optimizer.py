@@ -134,11 +134,17 @@ def test_masters_and_moments_by_number(tp: int, pp: int, tmp_path: Path) -> None
 
 
 def flat_buffer(
-    states: dict[str, dict[str, Tensor]], bucket_size: float, alone: str | None, dp: int
+    states: dict[str, dict[str, Tensor]],
+    bucket_size: float,
+    alone: str | None,
+    dp: int,
+    *,
+    counts_padding: bool = False,
 ) -> dict[str, list[Tensor]]:
     """Each bucket's elements of each state: parameters from the last one on, at multiples of 64.
 
     Buckets are padded for `dp` ranks to share them; a full bucket, or `alone`, ends one.
+    `counts_padding`: of versions that pad the bucket before `alone` first and count it then.
     """
     names = list(states["param"])[::-1]
     buckets: dict[str, list[Tensor]] = {key: [] for key in states}
@@ -153,6 +159,8 @@ def flat_buffer(
             real = len(elements)
             if alone is not None and following == alone:
                 real += -real % 64  # what comes next was already placed when the bucket ended
+                if counts_padding and real % dp:
+                    real += -real % math.lcm(dp, 128)
             elements += [math.nan] * (-len(elements) % math.lcm(dp, 128))
             buckets[key].append(torch.tensor(elements))
             sizes.setdefault(len(buckets[key]) - 1, real)
@@ -177,7 +185,7 @@ def flat_buffer(
     return buckets
 
 
-@pytest.mark.parametrize("coalesced", ["together", "apart"])
+@pytest.mark.parametrize("coalesced", ["together", "together, padded", "apart"])
 @pytest.mark.parametrize(
     ("tp", "pp", "bucket_size"), [(1, 1, None), (2, 1, 300), (1, 2, None), (2, 2, 500), (1, 1, 1)]
 )
@@ -202,9 +210,10 @@ def write_buffers(
     ends = ("embedding.word_embeddings.weight", "output_layer.weight")
     alone = next((n for n in ends if n in states["param"]), None) if pp > 1 else None
     limit = bucket_size if bucket_size is not None and stage == 0 else math.inf
-    buckets = flat_buffer(states, limit, alone, dp)
+    padded = coalesced == "together, padded"
+    buckets = flat_buffer(states, limit, alone, dp, counts_padding=padded)
     sizes = [int(size) for size in buckets.pop("sizes")]
-    if coalesced == "together":
+    if coalesced != "apart":
         flat: Any = {
             key: torch.cat([p[:size] for p, size in zip(pieces, sizes, strict=True)])
             for key, pieces in buckets.items()

@@ -137,7 +137,7 @@ def test_token_files_are_used_where_they_are(tmp_path: Path) -> None:
         data = prepare_data(config(tmp_path / "run", paths=[name], valid_paths=[name]))
         assert (data.train, data.valid, data.vocab_size) == ((prefix,), (prefix,), None)
     assert not (tmp_path / "run").exists()
-    settings = config(tmp_path / "run", paths=[prefix], valid_paths=[prefix], valid_fraction=0.5)
+    settings = config(tmp_path / "run", paths=[prefix], valid_paths=[prefix])
     for split in ("train", "valid"):
         assert open_loader(settings, data, split).num_samples == 3  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"valid data: .*x\.y\.bin: 2 tokens"):

@@ -22,6 +22,8 @@ from megads.convert.source import Kind
 from megads.errors import CheckpointError
 
 _ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+"""What every padded end of a bucket is a multiple of."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _KINDS: tuple[Kind, ...] = ("param", "exp_avg", "exp_avg_sq")
 """The file calls them by the same names."""
@@ -39,10 +41,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """`slots` by parameter; `sizes`: elements of each bucket, the padding at its end left out."""
+    """`slots` by parameter; `sizes`: elements of each bucket, the padding at its end left out.
+
+    `before_alone`: the bucket before the one of the tied embedding. Some versions count its padding
+    too, where its end is no multiple of the data-parallel size.
+    """
 
     slots: Mapping[str, Slot]
     sizes: tuple[int, ...]
+    before_alone: int | None = None
+
+    def sizes_of(self, total: int) -> tuple[int, ...] | None:
+        """The buckets of a buffer of so many elements; None if there is no such buffer."""
+        sizes, padding = list(self.sizes), total - sum(self.sizes)
+        if padding and self.before_alone is not None:
+            sizes[self.before_alone] += padding
+            fits = padding > 0 and sizes[self.before_alone] % _BUCKET_ALIGNMENT == 0
+            return tuple(sizes) if fits else None
+        return None if padding else self.sizes
 
 
 def buffer_layout(
@@ -51,10 +67,11 @@ def buffer_layout(
     """The layout of a buffer; `numels` in model order, `alone`: what has a bucket of its own."""
     slots: dict[str, Slot] = {}
     sizes: list[int] = []
-    end, empty = 0, True
+    end, empty, before_alone = 0, True, None
     for name, numel in reversed(tuple(numels.items())):
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         if name == alone and not empty:
+            before_alone = len(sizes)
             sizes.append(start)
             start = 0
         slots[name] = Slot(len(sizes), start)
@@ -64,7 +81,7 @@ def buffer_layout(
             end, empty = 0, True
     if not empty:
         sizes.append(end)
-    return BufferLayout(slots, tuple(sizes))
+    return BufferLayout(slots, tuple(sizes), before_alone)
 
 
 def read_buffers(path: Path, rank: RankState) -> dict[Kind, dict[_Place, Held]]:
@@ -104,13 +121,14 @@ def read_buffers(path: Path, rank: RankState) -> dict[Kind, dict[_Place, Held]]:
 def _flat(path: Path, buffer: Any, key: str, layout: BufferLayout) -> Sequence[Tensor]:
     """The elements of each bucket; older versions keep buckets apart, and padded."""
     if isinstance(buffer, dict):
-        sizes = (buffer[key].numel(),)
-        if sizes[0] != sum(layout.sizes):
+        total = buffer[key].numel()
+        of_buckets = layout.sizes_of(total)
+        if of_buckets is None:
             raise CheckpointError(
-                f"{path}: {key} has {sizes[0]} elements, and the model's parameters take "
+                f"{path}: {key} has {total} elements, and the model's parameters take "
                 f"{sum(layout.sizes)}: it is of another layout"
             )
-        pieces: Sequence[Tensor] = buffer[key].split(layout.sizes)
+        pieces: Sequence[Tensor] = buffer[key].split(of_buckets)
         return pieces
     sizes = tuple(bucket[key].numel() for bucket in buffer)
     if len(sizes) != len(layout.sizes) or any(
