@@ -119,7 +119,8 @@ def test_an_array_of_experiments(place: Path) -> None:
     lines = ["optim.lr=1e-3 run.dir=first", "optim.lr='1e-2' run.dir=second", "optim.lr=1e-5"]
     (place / "experiments.txt").write_text("\n".join(lines) + "\n")
     words = ["--array=1-4", "--nodes=1", *OPTIONS, SCRIPT, "@experiments.txt", *MODEL]
-    number = command(place, "sbatch", "--parsable", *words, "parallel=dp2", f"train.steps={STEPS}")
+    steps = 10 * STEPS  # on one node they are quick, and the signal must not come too late
+    number = command(place, "sbatch", "--parsable", *words, "parallel=dp2", f"train.steps={steps}")
     jobs = [Job(f"{number}_{task}", place, name) for task, name in ((1, "first"), (2, "second"))]
     for job in jobs:  # of which one has the number of the whole array
         job.reaches(5)
@@ -128,7 +129,7 @@ def test_an_array_of_experiments(place: Path) -> None:
         job.is_requeued(1)
     for job, lr in zip(jobs, (1e-3, 1e-2), strict=True):
         job.ends()
-        assert [step for step, *_ in job.losses] == list(range(1, STEPS + 1))
+        assert [step for step, *_ in job.losses] == list(range(1, steps + 1))
         assert f"lr: {lr}" in (place / job.run_dir / "config.yaml").read_text()
     for task, complaint in ((3, "needs a run.dir="), (4, "has no line 4")):
         job = Job(f"{number}_{task}", place, "")
