@@ -14,6 +14,7 @@ from megads.config.directories import directory_problems, load_problems
 from megads.config.loggers import logger_problems
 from megads.config.model import ModelConfig
 from megads.config.optimizer import optimizer_problems
+from megads.config.rampup import BatchRampup
 from megads.config.schema import COMPILED_OPERATIONS, Config, KernelsConfig
 from megads.config.stages import stage_problems
 from megads.config.streams import is_streamed, setting_problems
@@ -196,11 +197,10 @@ def _batch(config: Config, dp: int) -> Iterator[str]:
     for word, size in (("start", start), ("increment", increment)):
         if size % unit:
             yield f"train.batch_rampup: {word} {size} is not a multiple of {unit_text}"
-    if start > total or (total - start) % increment:
-        yield (
-            f"train.batch_rampup: from {start} in increments of {increment} does not arrive at "
-            f"train.global_batch_size={total}"
-        )
+    try:
+        BatchRampup.make(train.batch_rampup, total)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _sequence(config: Config) -> Iterator[str]:

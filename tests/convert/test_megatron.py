@@ -336,3 +336,11 @@ def test_arguments_of_torch_dist_that_are_refused(
     monkeypatch.setattr(megatron_args, "_REFUSED", ("num_layers",))
     with pytest.raises(CheckpointError, match=r"iter_0000004: not supported: .*num_layers=4"):
         open_source(folder)
+
+
+def test_a_window_that_is_no_number_is_named() -> None:
+    for size, window in (((255, 0), 256), ((-1, 0), None), (None, None)):
+        assert megatron_args._window({"window_size": size}) == window
+    for size in ("x", [], 3):
+        with pytest.raises(CheckpointError, match="the stored arguments say window_size="):
+            megatron_args._window({"window_size": size})

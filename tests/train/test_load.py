@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import megads
 from megads.checkpoint.store import CheckpointStore
 from megads.config.model import ModelConfig
+from megads.convert.formats import open_source
 from megads.errors import CheckpointError, ConfigError
 from megads.models.families import param_specs
 from megads.parallel.mesh import Axis
@@ -192,3 +193,14 @@ def test_a_model_that_was_evaluated_can_be_trained(tmp_path, position):
         model(ids)
     model.train()
     model(ids).sum().backward()
+
+
+def test_more_layers_than_tensors_are_refused_before_anything_is_made(tmp_path):
+    """What a manifest from elsewhere says of its model may be anything."""
+    piece = TensorPiece("param/x", torch.float32, (1,), (0,), (1,), torch.ones(1))
+    model = ModelConfig(**CONFIG.model_dump() | {"num_layers": 10**9})
+    store = CheckpointStore(tmp_path, Axis("world"))
+    store.save(1, [piece], state={}, meta={"model": model, "layout": {}})
+    for opened in (load_model, open_source):
+        with pytest.raises(CheckpointError, match=r"cannot hold 1000000000 layers: .* 1 tensors"):
+            opened(tmp_path)

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megads.config.schema import Config
-from megads.errors import CheckpointError, DamageError
+from megads.errors import CheckpointError, DamageError, LostRanksError
+from megads.train import checkpointing
 from tests.distributed import Workers
 from tests.training import (
     pool_info,
@@ -262,3 +264,25 @@ def test_kill_test_in_short(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing lost" in done.stdout
+
+
+def test_training_does_not_go_on_without_the_other_ranks() -> None:
+    """checkpoint.on_error=continue is for a save that failed, not for a group that is dead."""
+    notes: list[str] = []
+    checkpoint = SimpleNamespace(on_error="continue")
+    for error in (CheckpointError("full"), LostRanksError("gone")):
+
+        def wait(error: CheckpointError = error) -> None:
+            raise error
+
+        parts: Any = SimpleNamespace(
+            store=SimpleNamespace(wait=wait),
+            config=SimpleNamespace(checkpoint=checkpoint),
+            metrics=SimpleNamespace(note=notes.append),
+        )
+        if isinstance(error, LostRanksError):
+            with pytest.raises(LostRanksError):
+                checkpointing._wait(parts)
+        else:
+            checkpointing._wait(parts)
+    assert len(notes) == 1 and "full" in notes[0]
